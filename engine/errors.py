@@ -1,0 +1,51 @@
+"""The tree of errors every package raises; only ``finemoe_cli`` turns them into text and exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class FinemoeError(Exception):
+    """Anything finemoe refuses or fails at. The message is one line: what is wrong, where, what to do."""
+
+
+class UsageError(FinemoeError):
+    """The request itself cannot be served as asked (exit code 2)."""
+
+
+class BudgetError(UsageError):
+    """The expert budget is unreadable, or too small for one token of the model."""
+
+
+class DeviceError(UsageError):
+    """The requested device does not exist on this machine or lacks memory."""
+
+
+class PromptError(UsageError):
+    """The prompt is empty or longer than the model's context."""
+
+
+class ModelNotFoundError(UsageError):
+    """Neither a local folder nor a repository of that name could be opened."""
+
+
+class UnsupportedModelError(UsageError):
+    """The model is dense, or its family does not dispatch its experts through the experts interface."""
+
+
+class CheckpointError(FinemoeError):
+    """A checkpoint's files are missing, truncated, or hold other tensors than the model expects."""
+
+
+class DatasetError(FinemoeError):
+    """A prompt file or hub data set cannot be read; ``path`` and ``line`` locate the fault where known."""
+
+    def __init__(self, message: str, path: str | Path | None = None, line: int | None = None) -> None:
+        where = "" if path is None else f"{path}: " if line is None else f"{path}, line {line}: "
+        super().__init__(where + message)
+        self.path = path
+        self.line = line
+
+
+class TransferError(FinemoeError):
+    """Copying an expert to the device failed."""

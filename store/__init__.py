@@ -1,0 +1,1 @@
+"""The expert-map database: durable log, catalog, resident search index and bundles."""

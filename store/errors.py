@@ -1,0 +1,25 @@
+"""Errors of the expert-map database."""
+
+from __future__ import annotations
+
+from engine.errors import FinemoeError, UsageError
+
+
+class StoreError(FinemoeError):
+    """The expert-map store cannot be opened, read or written."""
+
+
+class StoreNotFoundError(UsageError):
+    """No store exists at the given place."""
+
+
+class StoreMismatchError(UsageError):
+    """The store belongs to another model than the one in hand."""
+
+
+class StoreLockedError(StoreError):
+    """Another process has held the store's lock for too long."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full; what was committed before stays."""
