@@ -38,7 +38,7 @@ class TrajectoryScan(Protocol):
     """The trajectory search of one iteration, fed layer by layer (paper section 4.2)."""
 
     def observe(self, probabilities: np.ndarray) -> np.ndarray:
-        """Add the next layer's gate distributions [B, J]; return cosine scores [B, n] of the prefix so far."""
+        """Add the next layer's gate distributions [B, J]; return cosines [B, n] of the prefix so far."""
         ...
 
 
