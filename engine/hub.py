@@ -1,0 +1,84 @@
+"""Finding a model's files: the bundled model, a local folder, or a snapshot from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from engine.errors import ModelNotFoundError
+
+BUNDLED_MODEL = "demo"
+
+_BUNDLED_FOLDER = Path(__file__).parent / "data" / "demo-moe"
+_WANTED_FILES = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "*.tiktoken",
+]
+_UNWANTED_FILES = ["*/*", "consolidated*"]
+
+
+def find_model_folder(name: str) -> Path:
+    """The local folder of a model: ``demo``, a path, or a hub id (downloaded, or taken from the hub's cache).
+
+    Honours HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN. Raises ModelNotFoundError, which tells a path
+    that does not exist from a repository that is unknown, gated, or out of reach.
+    """
+    if name == BUNDLED_MODEL:
+        return _BUNDLED_FOLDER
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ModelNotFoundError(f"{name}: is a file; give the folder that holds the model's config.json.")
+    if _looks_like_path(name):
+        raise ModelNotFoundError(f"{name}: no such folder; check the path (a hub id has the form owner/model).")
+    return _fetch_snapshot(name)
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a name that does not exist was meant as a path rather than as a hub id."""
+    if name.startswith((".", "~", os.sep)) or name.endswith("/") or name.count("/") > 1:
+        return True
+    return "/" in name and Path(name).parent.is_dir()
+
+
+def _fetch_snapshot(name: str) -> Path:
+    try:
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES)
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{name}: neither a folder nor a hub id of the form owner/model.") from error
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{name}: gated on {constants.ENDPOINT}; accept its licence there, then set HF_TOKEN to your access token."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{name}: no such folder, and {constants.ENDPOINT} knows no such model; check the spelling, or set "
+            "HF_TOKEN if it is private."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        offline = constants.is_offline_mode()
+        reason = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached"
+        remedy = "unset it" if offline else "check the network"
+        raise ModelNotFoundError(
+            f"{name}: not in the local hub cache and {reason}; {remedy}, or give a local folder."
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelNotFoundError(f"{name}: download from {constants.ENDPOINT} failed ({error}); try again.") from error
+    return Path(folder)
