@@ -1,0 +1,154 @@
+"""Which expert is in which device slot: residency, pins and eviction, without a byte of data.
+
+Experts are named by flat keys ``layer * J + expert``. The class is not locked: its owner, the
+``TransferEngine``, holds one lock around every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from engine.eviction import EvictionRule
+
+
+class Residency(IntEnum):
+    """Where an expert is."""
+
+    ABSENT = 0
+    LOADING = 1
+    RESIDENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot promised to an expert, and the expert that had to leave it."""
+
+    key: int
+    slot: int
+    evicted: int | None
+    evicted_unused: bool
+
+
+class ExpertCache:
+    """Residency of experts in ``slots`` equal device slots.
+
+    A pinned expert (the running layer still needs it) and a loading one are never evicted, and a
+    speculative load never evicts an expert worth more than itself (DESIGN section 4).
+    """
+
+    def __init__(self, num_keys: int, slots: int, rule: EvictionRule) -> None:
+        self.rule = rule
+        self.slots = slots
+        self._slot_of = np.full(num_keys, -1, dtype=np.int64)
+        self._key_in = np.full(slots, -1, dtype=np.int64)
+        self._loading = np.zeros(slots, dtype=bool)
+        self._pins = np.zeros(slots, dtype=np.int64)
+        self._unused = np.zeros(slots, dtype=bool)
+        self._last_use = np.zeros(slots, dtype=np.int64)
+        self._clock = 0
+        self._free = list(range(slots - 1, -1, -1))
+
+    def residency(self, key: int) -> Residency:
+        slot = self._slot_of[key]
+        if slot < 0:
+            return Residency.ABSENT
+        return Residency.LOADING if self._loading[slot] else Residency.RESIDENT
+
+    def slot(self, key: int) -> int:
+        """The slot that holds or awaits the expert, -1 if none does."""
+        return int(self._slot_of[key])
+
+    def resident_keys(self) -> list[int]:
+        return self._key_in[(self._key_in >= 0) & ~self._loading].tolist()
+
+    def loading_keys(self) -> list[int]:
+        return self._key_in[self._loading].tolist()
+
+    def occupied(self) -> int:
+        """Slots that hold or await an expert; never more than ``slots``."""
+        return self.slots - len(self._free)
+
+    def record_use(self, keys: np.ndarray) -> None:
+        """The running layer routed to these experts [n]: recency and frequency follow, resident or not."""
+        self.rule.record_use(keys)
+        self._clock += 1
+        held = self._slot_of[keys]
+        held = held[held >= 0]
+        self._last_use[held] = self._clock
+        self._unused[held] = False
+
+    def pin(self, key: int) -> None:
+        """Keep an expert that holds or awaits a slot until ``unpin``; pins count."""
+        self._pins[self._slot_of[key]] += 1
+
+    def unpin(self, key: int) -> None:
+        slot = self._slot_of[key]
+        if slot < 0 or self._pins[slot] <= 0:
+            raise RuntimeError(f"expert {key} is not pinned")
+        self._pins[slot] -= 1
+
+    def unpin_all(self) -> None:
+        """The running layer is done, or abandoned."""
+        self._pins[:] = 0
+
+    def reserve(self, key: int, speculative_value: float | None = None) -> Reservation | None:
+        """Give an absent expert a slot, evicting if all are taken.
+
+        Args:
+            speculative_value: worth of a load nobody waits for; None for one a gate has decided.
+
+        Returns:
+            None where every slot is pinned, loading or (for speculation) worth more than the newcomer.
+        """
+        if self._slot_of[key] >= 0:
+            raise RuntimeError(f"expert {key} already holds a slot")
+        evicted: int | None = None
+        unused = False
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self._choose_victim(speculative_value)
+            if victim is None:
+                return None
+            slot = victim
+            evicted = int(self._key_in[slot])
+            unused = bool(self._unused[slot])
+            self._slot_of[evicted] = -1
+        self._slot_of[key] = slot
+        self._key_in[slot] = key
+        self._loading[slot] = True
+        self._unused[slot] = speculative_value is not None
+        self._clock += 1
+        self._last_use[slot] = self._clock
+        return Reservation(key, slot, evicted, unused)
+
+    def commit(self, key: int) -> None:
+        """The expert's bytes have arrived in its slot."""
+        slot = self._slot_of[key]
+        if slot < 0 or not self._loading[slot]:
+            raise RuntimeError(f"expert {key} is not loading")
+        self._loading[slot] = False
+
+    def release(self, key: int) -> None:
+        """Free the slot of an expert whose load failed."""
+        slot = int(self._slot_of[key])
+        self._slot_of[key] = -1
+        self._key_in[slot] = -1
+        self._loading[slot] = False
+        self._pins[slot] = 0
+        self._unused[slot] = False
+        self._free.append(slot)
+
+    def _choose_victim(self, speculative_value: float | None) -> int | None:
+        candidates = np.flatnonzero((self._pins == 0) & ~self._loading)
+        if not len(candidates):
+            return None
+        values = self.rule.values(self._key_in[candidates])
+        lowest = values.min()
+        if speculative_value is not None and lowest > speculative_value:
+            return None
+        ties = candidates[values == lowest]
+        return int(ties[np.argmin(self._last_use[ties])])

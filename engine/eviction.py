@@ -1,0 +1,73 @@
+"""Which resident expert makes room: rules by name, all over flat expert keys ``layer * J + expert``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class EvictionRule(Protocol):
+    """Values resident experts; the lowest value is evicted first."""
+
+    def record_use(self, keys: np.ndarray) -> None:
+        """Experts [n] were routed in the layer that runs now."""
+        ...
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        """The matched map(s) of the running iteration, flattened to [L * J]."""
+        ...
+
+    def values(self, keys: np.ndarray) -> np.ndarray:
+        """What keeping each expert [n] is worth; ties are broken by the least recent use."""
+        ...
+
+    def speculative_value(self, key: int, probability: float) -> float:
+        """What loading an expert ahead of its gate's decision is worth, on the scale of ``values``."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """Evict the expert whose last use lies furthest back; speculation has no value it could compare."""
+
+    def __init__(self, num_keys: int) -> None:
+        self._last_use = np.zeros(num_keys, dtype=np.int64)
+        self._clock = 0
+
+    def record_use(self, keys: np.ndarray) -> None:
+        self._clock += 1
+        self._last_use[keys] = self._clock
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        """Recency alone decides."""
+
+    def values(self, keys: np.ndarray) -> np.ndarray:
+        return self._last_use[keys].astype(np.float64)
+
+    def speculative_value(self, key: int, probability: float) -> float:
+        return float("inf")
+
+
+class ProbabilityFrequency:
+    """The paper's rule: eviction priority ``1 / (p * freq)``, highest goes first (section 4.4).
+
+    p is the expert's probability in the map matched last, freq how often it was routed since the
+    engine started. Kept as the value ``p * freq``, which orders the same way and has no infinity at
+    p = 0. freq starts at one, or nothing prefetched could ever stay.
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        self._frequency = np.ones(num_keys, dtype=np.float64)
+        self._probability = np.zeros(num_keys, dtype=np.float64)
+
+    def record_use(self, keys: np.ndarray) -> None:
+        self._frequency[keys] += 1
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        self._probability[:] = probabilities
+
+    def values(self, keys: np.ndarray) -> np.ndarray:
+        return self._probability[keys] * self._frequency[keys]
+
+    def speculative_value(self, key: int, probability: float) -> float:
+        return probability * float(self._frequency[key])

@@ -1,0 +1,32 @@
+"""Which experts a matched map says to prefetch, and in which order (paper section 4.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def selection_threshold(score: float) -> float:
+    """delta = clip(1 - score, 0, 1): the less similar the match, the more experts are fetched (equation 5)."""
+    return float(min(max(1.0 - score, 0.0), 1.0))
+
+
+def select_experts(probabilities: np.ndarray, threshold: float, minimum: int) -> np.ndarray:
+    """The smallest set of experts, by falling probability, whose sum is >= ``threshold``; at least ``minimum``.
+
+    Args:
+        probabilities: [J], the matched map's distribution for one layer.
+        threshold: delta in [0, 1]. Where rounding keeps the whole sum below it, all experts are taken.
+        minimum: K, the experts a token will need in any case.
+
+    Returns:
+        Expert ids by falling probability; equal probabilities by rising id.
+    """
+    order = np.argsort(-probabilities, kind="stable")
+    reached = np.cumsum(probabilities[order], dtype=np.float64)
+    smallest = int(np.searchsorted(reached, threshold, side="left")) + 1
+    return order[: min(max(smallest, minimum), len(order))]
+
+
+def prefetch_priority(probability: float, distance: int) -> float:
+    """p / (l - l_now): likely experts of near layers first; ``distance`` in layers, at least 1 (section 4.3)."""
+    return probability / max(distance, 1)

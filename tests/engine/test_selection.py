@@ -1,0 +1,51 @@
+"""Selection against brute force (paper section 4.3)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.selection import prefetch_priority, select_experts, selection_threshold
+
+distributions = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any).map(lambda w: np.array(w) / sum(w))
+
+
+@given(st.floats(-2, 2, allow_nan=False))
+def test_threshold_is_one_minus_score_within_zero_and_one(score: float) -> None:
+    assert selection_threshold(score) == max(0.0, min(1.0, 1.0 - score))
+
+
+@given(distributions, st.floats(0, 1), st.integers(1, 7))
+def test_no_smaller_set_reaches_the_threshold(probabilities: np.ndarray, threshold: float, minimum: int) -> None:
+    chosen = select_experts(probabilities, threshold, minimum).tolist()
+    reaching = [
+        size
+        for size in range(1, len(probabilities) + 1)
+        if any(
+            np.cumsum(sorted(probabilities[list(subset)], reverse=True))[-1] >= threshold
+            for subset in itertools.combinations(range(len(probabilities)), size)
+        )
+    ]
+    smallest = min(reaching, default=len(probabilities))
+    assert len(chosen) == len(set(chosen)) == min(max(smallest, minimum), len(probabilities))
+    left_out = set(range(len(probabilities))) - set(chosen)
+    assert all(probabilities[i] >= probabilities[j] for i in chosen for j in left_out)
+
+
+def test_a_sum_equal_to_the_threshold_is_enough() -> None:
+    assert select_experts(np.array([0.25, 0.5, 0.25]), 0.75, 1).tolist() == [1, 0]
+    assert select_experts(np.array([0.25, 0.5, 0.25]), 0.5, 1).tolist() == [1]
+
+
+@pytest.mark.parametrize("minimum", [1, 2, 4])
+def test_a_perfect_match_takes_only_the_minimum(minimum: int) -> None:
+    assert len(select_experts(np.array([0.1, 0.2, 0.3, 0.4]), selection_threshold(1.0), minimum)) == minimum
+
+
+@given(st.floats(0, 1), st.integers(1, 64))
+def test_priority_falls_with_distance(probability: float, distance: int) -> None:
+    assert prefetch_priority(probability, distance) == probability / distance
