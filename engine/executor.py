@@ -1,0 +1,126 @@
+"""The host-driven executor: routed ids come to the host, missing experts come to the device, experts run
+one by one as transformers' eager implementation runs them.
+
+Exactness: every expert sees the same rows in the same order as in eager, and the weighted outputs are
+added in rising order of the expert id, whatever order the experts became available in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from engine.families import MoELayer
+from engine.observer import GateObserver
+from engine.transfers import TransferEngine
+
+IMPLEMENTATION = "finemoe"
+
+
+class HostDrivenExecutor:
+    """Attaches to a model's experts modules; ``detach`` restores what ``attach`` changed."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], transfers: TransferEngine) -> None:
+        self._model = model
+        self._layers = layers
+        self._transfers = transfers
+        self._observer: GateObserver | None = None
+        self._replaced: str | None = None
+
+    def attach(self, observer: GateObserver) -> None:
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
+        self._observer = observer
+        for layer in self._layers:
+            layer.experts.finemoe_layer = layer.index
+            layer.experts.finemoe_executor = self
+        self._replaced = self._model.config._experts_implementation
+        self._model.set_experts_implementation(IMPLEMENTATION)
+
+    def detach(self) -> None:
+        if self._replaced is None:
+            return
+        self._model.set_experts_implementation(self._replaced)
+        self._replaced = None
+        for layer in self._layers:
+            del layer.experts.finemoe_layer, layer.experts.finemoe_executor
+
+    def run(
+        self,
+        module: torch.nn.Module,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Experts of one layer: hidden [T, H], index and weights [T, K] -> [T, H]."""
+        assert self._observer is not None
+        layer: int = module.finemoe_layer
+        # The one host wait a layer: the host has to know the routed ids to load what is missing.
+        ids = top_k_index.cpu().numpy()
+        rows = self._observer.decide(layer, ids, top_k_weights)
+        counted = np.unique(ids if rows is None else ids[rows])
+        assignment = _assign(ids, module.num_experts, hidden.device)
+        outputs: dict[int, torch.Tensor] = {}
+        position = self._observer.position(layer)
+        for expert, tensors in self._transfers.serve(layer, list(assignment), counted.tolist(), position):
+            rank, token = assignment[expert]
+            state = _apply_expert(module, tensors, hidden if token is None else hidden[token])
+            weight = top_k_weights[:, rank, None] if token is None else top_k_weights[token, rank, None]
+            outputs[expert] = (state * weight).to(hidden.dtype)
+        result = torch.zeros_like(hidden)
+        for expert, (_, token) in assignment.items():
+            if token is None:
+                result.add_(outputs[expert])
+            else:
+                result.index_add_(0, token, outputs[expert])
+        return result
+
+
+def run_experts(
+    module: torch.nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts function registered with transformers; see ``HostDrivenExecutor.run``."""
+    return module.finemoe_executor.run(module, hidden, top_k_index, top_k_weights)
+
+
+def _assign(
+    ids: np.ndarray, num_experts: int, device: torch.device
+) -> dict[int, tuple[torch.Tensor, torch.Tensor] | tuple[int, None]]:
+    """Expert -> (ranks, tokens) of its rows in eager's order (rank, then token), by rising expert id; ids [T, K].
+
+    A single token needs no gather: its tokens are None and its rank a number. Ids past the last expert are
+    transformers' mark for rows another process computes and are left out.
+    """
+    flat = ids.T.reshape(-1)
+    if len(ids) == 1 and len(set(chosen := flat.tolist())) == len(chosen):
+        return {e: (rank, None) for e, rank in sorted(zip(chosen, range(len(chosen)), strict=True)) if e < num_experts}
+    order = np.argsort(flat, kind="stable")
+    experts, starts = np.unique(flat[order], return_index=True)
+    both = torch.from_numpy(np.stack(np.divmod(order, len(ids)))).to(device)
+    stops = [*starts[1:].tolist(), len(order)]
+    return {
+        expert: (both[0, start:stop], both[1, start:stop])
+        for expert, start, stop in zip(experts.tolist(), starts.tolist(), stops, strict=True)
+        if expert < num_experts
+    }
+
+
+def _apply_expert(module: torch.nn.Module, tensors: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    """One expert on its rows [n, H] -> [n, H], in the arithmetic of the family's eager forward."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    state = _project(module, tensors, up, state)
+    state = module._apply_gate(state) if module.has_gate else module.act_fn(state)
+    state = _project(module, tensors, "down_proj", state)
+    return module.post_expert_norm(state) if getattr(module, "has_post_expert_norm", False) else state
+
+
+def _project(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, state: torch.Tensor) -> torch.Tensor:
+    weight = tensors[name]
+    if not module.is_transposed:
+        return F.linear(state, weight, tensors[f"{name}_bias"] if module.has_bias else None)
+    product = state @ weight
+    return product + tensors[f"{name}_bias"] if module.has_bias else product

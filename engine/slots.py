@@ -1,0 +1,57 @@
+"""Device memory for experts: equal slots in one arena, seen through each layer's tensor layout."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import BudgetError
+from engine.host_experts import HostExperts
+
+_ALIGNMENT = 256
+
+
+def slot_bytes(host: HostExperts) -> int:
+    """Bytes of one slot: the largest expert, rounded up so that every slot starts aligned for any kernel."""
+    return -(-host.expert_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def slots_within(budget_bytes: int, host: HostExperts, top_k: int) -> int:
+    """How many slots a budget in bytes pays for, at most one an expert of the model.
+
+    Raises:
+        BudgetError: the budget does not hold the K experts one token needs in one layer.
+    """
+    size = slot_bytes(host)
+    slots = min(budget_bytes // size, host.layers * host.experts)
+    if slots < top_k:
+        raise BudgetError(
+            f"an expert budget of {budget_bytes:,} bytes holds {slots} experts of {size:,} bytes, but a token needs "
+            f"{top_k} in one layer: give --cache at least {top_k * size:,} bytes"
+        )
+    return slots
+
+
+class DeviceSlots:
+    """``count`` slots on ``device``; memory is touched as slots are first filled."""
+
+    def __init__(self, host: HostExperts, count: int, device: torch.device) -> None:
+        size = slot_bytes(host)
+        self.count = count
+        self.nbytes = count * size
+        self._host = host
+        arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -arena.data_ptr() % _ALIGNMENT
+        self._arena = arena[start : start + self.nbytes].view(count, size)
+        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def bytes_of(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """uint8 [stop - start], a part of one slot."""
+        return self._arena[slot, start:stop]
+
+    def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
+        """The slot's bytes as the named tensors of one of ``layer``'s experts."""
+        views = self._views.get((slot, layer))
+        if views is None:
+            views = self._host.layout(layer).views(self._arena[slot])
+            self._views[slot, layer] = views
+        return views
