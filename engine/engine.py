@@ -1,0 +1,164 @@
+"""An open model: its dense part on the device, its experts in host memory, and what moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+from engine.budget import ExpertBudget
+from engine.cache import ExpertCache
+from engine.checkpoint import load_model
+from engine.devices import choose_device, choose_dtype, free_bytes
+from engine.errors import UsageError
+from engine.eviction import EvictionRule, LeastRecentlyUsed, ProbabilityFrequency
+from engine.executor import HostDrivenExecutor
+from engine.generation import TokenLoop
+from engine.links import open_link
+from engine.matcher import Matcher, MatcherThread
+from engine.observer import GateObserver
+from engine.records import ExpertMapLibrary
+from engine.slots import DeviceSlots, slot_bytes, slots_within
+from engine.source import ModelSource
+from engine.steps import GenerationSettings, Step, Traffic
+from engine.transfers import TransferEngine
+
+DEFAULT_DISTANCE = 3
+
+
+class Engine:
+    """Generates with a Mixture-of-Experts model under a budget for its experts. A context manager.
+
+    Without a library of expert maps the cache is plain LRU and nothing is loaded ahead; with one, the
+    engine searches it, prefetches and evicts by it, and gives every iteration back to it.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        cache: ExpertBudget,
+        device: str,
+        dtype: str,
+        library: ExpertMapLibrary | None,
+        distance: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        if distance < 1:
+            raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, source.config)
+        self.fingerprint = source.fingerprint
+        self.context_length = source.context_length
+        loaded = load_model(source, self.device, self.dtype, progress)
+        host = loaded.experts
+        self.tokenizer = loaded.tokenizer
+        self.eos_token_ids = loaded.eos_token_ids
+        self.expert_bytes = slot_bytes(host)
+        self.total_expert_bytes = host.layers * host.experts * self.expert_bytes
+        self.budget_bytes = cache.resolve(self.total_expert_bytes, free_bytes(self.device))
+        top_k = max(layer.top_k for layer in loaded.layers)
+        self.slots = slots_within(self.budget_bytes, host, top_k)
+        keys = host.layers * host.experts
+        rule: EvictionRule = LeastRecentlyUsed(keys) if library is None else ProbabilityFrequency(keys)
+        slots = DeviceSlots(host, self.slots, self.device)
+        self._transfers = TransferEngine(
+            host, slots, ExpertCache(keys, self.slots, rule), open_link(host, slots, self.device)
+        )
+        self._matcher: MatcherThread | None = None
+        if library is not None:
+            matcher = Matcher(library, loaded.layers, self._transfers, distance, guiding=self.slots < keys)
+            self._matcher = MatcherThread(matcher, loaded.layers)
+        self._observer = GateObserver(loaded.model, loaded.layers, self._matcher)
+        self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers)
+        self._executor.attach(self._observer)
+        self._observer.attach()
+        self._loop = TokenLoop(
+            loaded.model,
+            self.tokenizer,
+            self._observer,
+            self._transfers,
+            self.eos_token_ids,
+            self.context_length,
+            self.device,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        source: ModelSource,
+        *,
+        cache: ExpertBudget,
+        device: str = "auto",
+        dtype: str = "auto",
+        library: ExpertMapLibrary | None = None,
+        distance: int = DEFAULT_DISTANCE,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        """Load a model.
+
+        Args:
+            cache: budget for the device slots.
+            library: expert maps of this model; None for a plain LRU cache.
+            distance: d, layers between a prefetch decision and its use.
+            progress: told (bytes loaded, bytes in all).
+
+        Raises:
+            BudgetError, DeviceError, CheckpointError, UnsupportedModelError, UsageError
+        """
+        return cls(
+            source,
+            cache=cache,
+            device=device,
+            dtype=dtype,
+            library=library,
+            distance=distance,
+            progress=progress,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Expert traffic since the model was opened."""
+        return self._transfers.traffic
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation through the model's chat template, ready for the assistant's turn.
+
+        A tokenizer without a template gets the turns' texts as paragraphs.
+        """
+        turns = [dict(message) for message in messages]
+        if not self.tokenizer.chat_template:
+            return self.encode_text("\n\n".join(turn["content"] for turn in turns))
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text, with the special tokens the tokenizer adds by itself."""
+        return self.tokenizer(text)["input_ids"]
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> Iterator[Step]:
+        """Answer a batch of prompts; see ``TokenLoop.generate``."""
+        for step in self._loop.generate(prompts, settings):
+            if self._matcher is not None:
+                self._matcher.check()
+            yield step
+
+    def drain(self) -> None:
+        """Wait until every iteration so far has reached the library."""
+        if self._matcher is not None:
+            self._matcher.drain()
+
+    def close(self) -> None:
+        """Stop the engine's threads and detach from the model; idempotent."""
+        self._observer.detach()
+        self._executor.detach()
+        if self._matcher is not None:
+            self._matcher.close()
+        self._transfers.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

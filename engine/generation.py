@@ -1,0 +1,193 @@
+"""The token loop: prompts in, one ``Step`` an iteration out."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.errors import PromptError
+from engine.observer import GateObserver, Iteration, SequenceState
+from engine.sampling import make_sampler
+from engine.steps import GenerationSettings, Step, Traffic
+from engine.text_stream import TextStream
+
+
+class TrafficMeter(Protocol):
+    """Running totals of expert traffic."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def settle_stalls(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One prompt on its way through the batch."""
+
+    number: int
+    prompt: Sequence[int]
+    prompt_hash: str
+    text: TextStream
+    new_ids: list[int] = field(default_factory=list)
+    finished: str | None = None
+
+
+class TokenLoop:
+    """Runs a model's forward passes over left-padded batches and chooses tokens.
+
+    Args:
+        eos_token_ids: any of them ends a sequence.
+        context_length: positions the model was made for; None where it states none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        observer: GateObserver,
+        meter: TrafficMeter,
+        eos_token_ids: frozenset[int],
+        context_length: int | None,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._meter = meter
+        self._eos = eos_token_ids
+        self._context_length = context_length
+        self._device = device
+        self._iterations = 0
+        self._sequences = 0
+        self._accepted = inspect.signature(model.forward).parameters
+        pad = tokenizer.pad_token_id
+        self._pad_id = pad if pad is not None else min(eos_token_ids, default=0)
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> Iterator[Step]:
+        """Yield the prefill and then every decode step; may be closed at any point.
+
+        Raises:
+            PromptError: a prompt without tokens, or one that leaves no room for a new token.
+        """
+        self._check(prompts)
+        sample = make_sampler(settings, self._device)
+        sequences = [self._admit(prompt) for prompt in prompts]
+        room = min(self._room(len(s.prompt)) for s in sequences)
+        limit = min(settings.max_new_tokens, room)
+        batch = _PaddedBatch(prompts, self._pad_id, self._device)
+        cache: dict[str, Any] = {}
+        for index in range(limit):
+            start = time.perf_counter()
+            before = self._meter.traffic
+            live = [s.finished is None for s in sequences]
+            self._observer.begin(self._describe(sequences, batch, index))
+            logits, cache = self._forward(batch, cache)
+            tokens = sample(logits)
+            # The loop must know the tokens to stop, to stream and to build the next input.
+            chosen = tokens.tolist()
+            texts = [self._accept(s, token, index + 1 == limit) for s, token in zip(sequences, chosen, strict=True)]
+            batch.append([t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)])
+            self._meter.settle_stalls()
+            yield Step(
+                iteration=index,
+                phase="prefill" if index == 0 else "decode",
+                token_ids=tuple(t if alive else None for t, alive in zip(chosen, live, strict=True)),
+                texts=tuple(texts),
+                finished=tuple(s.finished for s in sequences),
+                seconds=time.perf_counter() - start,
+                traffic=self._meter.traffic - before,
+                logits=logits.float().cpu() if settings.keep_logits else None,
+            )
+            if all(s.finished for s in sequences):
+                return
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        if not prompts:
+            raise PromptError("there is no prompt to answer")
+        for prompt in prompts:
+            if not prompt:
+                raise PromptError("the prompt is empty: it has no tokens")
+            if self._room(len(prompt)) < 1:
+                raise PromptError(
+                    f"the prompt has {len(prompt):,} tokens, but the model's context holds {self._context_length:,} "
+                    "with at least one left for the answer: shorten it"
+                )
+
+    def _room(self, prompt_length: int) -> int:
+        return 2**31 if self._context_length is None else self._context_length - prompt_length
+
+    def _admit(self, prompt: Sequence[int]) -> _Sequence:
+        digest = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:32]
+        self._sequences += 1
+        return _Sequence(self._sequences - 1, prompt, digest, TextStream(self._tokenizer))
+
+    def _describe(self, sequences: Sequence[_Sequence], batch: _PaddedBatch, index: int) -> Iteration:
+        states = [
+            SequenceState(row, s.number, index, s.prompt_hash, tokens=1 if index else len(s.prompt))
+            for row, s in enumerate(sequences)
+            if s.finished is None
+        ]
+        self._iterations += 1
+        return Iteration(
+            number=self._iterations - 1,
+            phase="decode" if index else "prefill",
+            batch=len(sequences),
+            width=batch.width,
+            sequences=tuple(states),
+        )
+
+    @torch.inference_mode()
+    def _forward(self, batch: _PaddedBatch, cache: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """One pass over the batch's newest tokens; logits [B, V] of the last position and the model's cache."""
+        inputs = {**batch.inputs(), **cache, "use_cache": True, "logits_to_keep": 1}
+        outputs = self._model(**{name: value for name, value in inputs.items() if name in self._accepted})
+        # Releases of transformers differ in the name under which a model returns and takes its cache.
+        name = "cache" if "cache" in outputs else "past_key_values"
+        return outputs.logits[:, -1], {name: outputs[name]}
+
+    def _accept(self, sequence: _Sequence, token: int, last: bool) -> str:
+        """Book a chosen token; return the text that became complete."""
+        if sequence.finished is not None:
+            return ""
+        sequence.new_ids.append(token)
+        if token in self._eos:
+            sequence.finished = "stop"
+            return sequence.text.finish()
+        text = sequence.text.push(token)
+        if last:
+            sequence.finished = "length"
+            text += sequence.text.finish()
+        return text
+
+
+class _PaddedBatch:
+    """Left-padded token ids with mask and positions, as transformers' own generation lays them out."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> None:
+        width = max(map(len, prompts))
+        ids = [[pad_id] * (width - len(p)) + list(p) for p in prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        self._ids = torch.tensor(ids, device=device)
+        self._mask = torch.tensor(mask, device=device)
+        self._positions = (self._mask.cumsum(-1) - 1).masked_fill(self._mask == 0, 0)
+
+    @property
+    def width(self) -> int:
+        return self._ids.shape[1]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids, "attention_mask": self._mask, "position_ids": self._positions}
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Make the chosen tokens [B] the next input."""
+        self._ids = torch.tensor(tokens, device=self._ids.device)[:, None]
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        self._positions = self._positions[:, -1:] + 1

@@ -1,0 +1,54 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine.errors import UsageError
+from engine.steps import GenerationSettings
+
+Sampler = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
+    """A function from logits [B, V] to token ids [B]; seeded draws repeat on the same device and batch.
+
+    Raises:
+        UsageError: a setting outside its range.
+    """
+    _check(settings)
+    if settings.temperature == 0:
+        return lambda logits: logits.argmax(dim=-1)
+    warpers = LogitsProcessorList()
+    if settings.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        warpers.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        warpers.append(TopPLogitsWarper(settings.top_p))
+    generator = torch.Generator(device)
+    if settings.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(settings.seed)
+    no_ids = torch.empty((0, 0), dtype=torch.long, device=device)
+
+    def sample(logits: torch.Tensor) -> torch.Tensor:
+        probabilities = warpers(no_ids, logits.float()).softmax(dim=-1)
+        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+    return sample
+
+
+def _check(settings: GenerationSettings) -> None:
+    if settings.max_new_tokens < 1:
+        raise UsageError(f"cannot generate {settings.max_new_tokens} tokens: ask for at least 1")
+    if not 0 <= settings.temperature < float("inf"):
+        raise UsageError(f"the temperature {settings.temperature} is not a number from 0 up")
+    if not 0 < settings.top_p <= 1:
+        raise UsageError(f"top-p {settings.top_p} is not above 0 and at most 1")
+    if settings.top_k < 0:
+        raise UsageError(f"top-k {settings.top_k} is negative: give 0 for no limit")
