@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from pathlib import Path
@@ -75,7 +76,8 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     """The whole model on the meta device: all names, shapes and dtypes, no memory."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            # A copy, because transformers writes dtype and implementations into the configuration it is given.
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"{config.name_or_path}: config.json describes no {config.model_type} that can be built "

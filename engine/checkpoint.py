@@ -149,12 +149,12 @@ def _load_dense(source: ModelSource, dtype: torch.dtype, where: str) -> PreTrain
 def _without_experts(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A subclass that keeps no expert parameters, in the family's name so that transformers' rules still apply."""
 
-    class Stripped(family):  # type: ignore[misc, valid-type]
+    class Stripped(family):
         __module__ = family.__module__
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            ignored = set(self._keys_to_ignore_on_load_unexpected or ())
+            ignored = set(getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ())
             for path, module in self.named_modules():
                 if is_experts_module(module):
                     for name in expert_parameters(module):

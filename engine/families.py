@@ -164,10 +164,8 @@ def _score_function(router: nn.Module, score_index: int) -> ScoreFunction:
         return _normalized(torch.sigmoid) if selector == "sigmoid" else _softmax
     forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(router).forward))))
     recorded = _returned_name(forward, score_index)
-    for node in ast.walk(forward):
-        if isinstance(node, ast.Assign) and _calls(node.value) & {"softmax", "sigmoid"}:
-            if any(isinstance(target, ast.Name) and target.id == recorded for target in node.targets):
-                return _normalize
+    if any(_calls(value) & {"softmax", "sigmoid"} for value in _assigned_to(recorded, forward)):
+        return _normalize
     return _normalized(torch.sigmoid) if "sigmoid" in _calls(forward) else _softmax
 
 
@@ -180,6 +178,13 @@ def _returned_name(function: ast.AST, index: int) -> str | None:
                 element = element.func if isinstance(element, ast.Call) else element.value
             return element.id if isinstance(element, ast.Name) else None
     return None
+
+
+def _assigned_to(name: str | None, tree: ast.AST) -> Iterator[ast.expr]:
+    """Every expression that a piece of code assigns to one variable."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
+        if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+            yield node.value
 
 
 def _calls(tree: ast.AST) -> set[str]:
