@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.errors import DatasetError
 from engine.prompt_formats import Message, parse_row
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(str.strip)
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 MESSAGES = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), TEXT), max_size=6).filter(
     lambda messages: any(message.role == "user" for message in messages)
 )
