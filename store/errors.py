@@ -23,3 +23,11 @@ class StoreLockedError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk is full; what was committed before stays."""
+
+
+class InvalidMapError(StoreError):
+    """An expert map or embedding that no cosine can be taken of: zero, not finite, or of the wrong shape."""
+
+
+class CatalogVersionError(StoreError):
+    """A later finemoe has migrated the catalog; this one does not know its tables."""
