@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModelError
-
-ScoreFunction = Callable[[torch.Tensor], torch.Tensor]
+from engine.scoring import ScoreFunction, find_score_function, normalize, returned_names, softmax
 
 _INTERFACE_ATTRIBUTES = ("is_transposed", "is_concatenated", "has_bias", "has_gate", "_apply_gate")
 _TOP_K_ATTRIBUTES = ("top_k", "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
@@ -59,7 +55,7 @@ def to_probabilities(layer: MoELayer, scores: torch.Tensor) -> torch.Tensor:
     """
     probabilities = layer.score_function(scores.float())
     if probabilities.shape[-1] > layer.num_experts:
-        probabilities = _normalize(probabilities[..., : layer.num_experts])
+        probabilities = normalize(probabilities[..., : layer.num_experts])
     return probabilities
 
 
@@ -89,14 +85,19 @@ def find_moe_layers(model: PreTrainedModel) -> tuple[MoELayer, ...]:
     """
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if is_experts_module(module)]
-    routers = {name: index for module_type, index, suffix in _declared_routers(model)
-               for name, module in modules.items()
-               if isinstance(module, module_type) and name.endswith(suffix)}  # fmt: skip
+    declared = {
+        name: index
+        for module_type, index, suffix in _declared_routers(model)
+        for name, module in modules.items()
+        if isinstance(module, module_type) and name.endswith(suffix)
+    }
     layers = []
     for index, name in enumerate(names):
-        experts = modules[name]
-        router_name = _router_of(name, names, routers)
-        router = modules[router_name] if router_name is not None else None
+        experts, block = modules[name], modules[name.rpartition(".")[0]]
+        router, score_index = _conventional_router(block)
+        router_name = _nearest_router(name, names, declared)
+        if router_name is not None:
+            router, score_index = modules[router_name], declared[router_name]
         layers.append(
             MoELayer(
                 index=index,
@@ -104,9 +105,9 @@ def find_moe_layers(model: PreTrainedModel) -> tuple[MoELayer, ...]:
                 experts=experts,
                 router=router,
                 num_experts=int(experts.num_experts),
-                top_k=_top_k(router, modules[name.rpartition(".")[0]], experts, name),
-                score_index=routers[router_name] if router_name is not None else 0,
-                score_function=_softmax if router is None else _score_function(router, routers[router_name]),
+                top_k=_top_k(router, block, experts, name),
+                score_index=score_index,
+                score_function=softmax if router is None else find_score_function(router, block, score_index),
             )
         )
     return tuple(layers)
@@ -127,18 +128,30 @@ def _declared_routers(model: PreTrainedModel) -> Iterator[tuple[type[nn.Module],
                 yield recorder.target_class, recorder.index, recorder.layer_name or ""
 
 
-def _router_of(name: str, experts_names: list[str], routers: dict[str, int]) -> str | None:
-    """The one router under the nearest ancestor of an experts module that has any and no other experts."""
+def _nearest_router(name: str, experts_names: list[str], declared: dict[str, int]) -> str | None:
+    """The one declared router under the nearest ancestor of an experts module that has any and no other experts."""
     prefix = name
     while prefix:
         prefix = prefix.rpartition(".")[0]
         inside = prefix + "." if prefix else ""
         if any(other != name and other.startswith(inside) for other in experts_names):
             return None
-        found = [router for router in routers if router.startswith(inside) and router != prefix]
+        # What contains the experts is no gate, though releases before 5.18 declare some blocks as their router.
+        found = [router for router in declared if router.startswith(inside) and not name.startswith(router + ".")]
         if found:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def _conventional_router(block: nn.Module) -> tuple[nn.Module | None, int]:
+    """The gate beside the experts where the family declares none, if its code returns ``router_logits``."""
+    for attribute in ("gate", "router"):
+        child = getattr(block, attribute, None)
+        if isinstance(child, nn.Module):
+            names = returned_names(type(child))
+            if "router_logits" in names:
+                return child, names.index("router_logits")
+    return None, 0
 
 
 def _top_k(router: nn.Module | None, block: nn.Module, experts: nn.Module, name: str) -> int:
@@ -151,57 +164,3 @@ def _top_k(router: nn.Module | None, block: nn.Module, experts: nn.Module, name:
     raise UnsupportedModelError(
         f"{name}: neither its router nor its configuration says how many experts a token takes."
     )
-
-
-def _score_function(router: nn.Module, score_index: int) -> ScoreFunction:
-    """How the router's family turns its recorded scores into probabilities, read from the family's own code."""
-    for attribute in ("score_fn", "scoring_function"):
-        own = getattr(router, attribute, None)
-        if callable(own):
-            return _normalized(own)
-    selector = getattr(router, "expert_selection_fn", None)
-    if selector is not None:
-        return _normalized(torch.sigmoid) if selector == "sigmoid" else _softmax
-    forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(router).forward))))
-    recorded = _returned_name(forward, score_index)
-    if any(_calls(value) & {"softmax", "sigmoid"} for value in _assigned_to(recorded, forward)):
-        return _normalize
-    return _normalized(torch.sigmoid) if "sigmoid" in _calls(forward) else _softmax
-
-
-def _returned_name(function: ast.AST, index: int) -> str | None:
-    """The variable at one position of the tuple that a function returns."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-            element: ast.AST = node.value.elts[index]
-            while isinstance(element, ast.Call | ast.Attribute):
-                element = element.func if isinstance(element, ast.Call) else element.value
-            return element.id if isinstance(element, ast.Name) else None
-    return None
-
-
-def _assigned_to(name: str | None, tree: ast.AST) -> Iterator[ast.expr]:
-    """Every expression that a piece of code assigns to one variable."""
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
-        if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
-            yield node.value
-
-
-def _calls(tree: ast.AST) -> set[str]:
-    """The last names of all functions called in a piece of code."""
-    functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {
-        f.attr if isinstance(f, ast.Attribute) else f.id for f in functions if isinstance(f, ast.Attribute | ast.Name)
-    }
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    return scores.softmax(dim=-1)
-
-
-def _normalize(scores: torch.Tensor) -> torch.Tensor:
-    return scores / scores.sum(dim=-1, keepdim=True)
-
-
-def _normalized(function: ScoreFunction) -> ScoreFunction:
-    return lambda scores: _normalize(function(scores))
