@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from engine.architecture import supported_model_types
+
 VOCABULARY = 320
 EOS_ID = 256
 
@@ -125,19 +127,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {**_GROUPED, "n_group": 1, "topk_group": 1},
 }
 
-TINY_FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILIES))
-"""Every family that ``build_tiny_model`` can build; filter by the installed transformers' ``CONFIG_MAPPING``."""
+TINY_FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILIES.keys() & set(supported_model_types())))
+"""The families that ``build_tiny_model`` can build with the installed transformers."""
 
 
-def build_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
-    """Save a tiny random float32 model of a family, with a byte-level tokenizer, and return its folder."""
-    config = CONFIG_MAPPING[family](**(_COMMON | _FAMILIES[family]))
+def build_tiny_model(
+    family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Save a tiny random model of a family, with a byte-level tokenizer, and return its folder.
+
+    ``changes`` override fields of the configuration.
+    """
+    config = CONFIG_MAPPING[family](**(_COMMON | _FAMILIES[family] | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _spread_weights(model)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     byte_level_tokenizer().save_pretrained(folder)
     return folder
 
@@ -146,6 +153,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of the 256 bytes and three special tokens; any text survives encoding and decoding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>", "<|pad|>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
