@@ -87,9 +87,14 @@ class MapTable:
             strangers = folder.is_dir() and any(path != location.lock for path in folder.iterdir())
             if folder.is_file() or (strangers and not location.exists):
                 raise StoreError(f"{folder}: is there and is no expert-map store; choose another place")
-        with exclusive(location.lock), _translated(location, "creating"):
-            table = _connect(location).create_table(TABLE, schema=map_schema(description), exist_ok=True)
-        return cls(location, table)
+        with exclusive(location.lock):
+            try:
+                return cls.open(location)
+            except StoreNotFoundError:
+                with _translated(location, "creating"):
+                    # exist_ok: on a shared disk or bucket, where the lock does not reach, no rows are lost.
+                    table = _connect(location).create_table(TABLE, schema=map_schema(description), exist_ok=True)
+                return cls(location, table)
 
     def write(self, batch: PendingBatch) -> str | None:
         """Append a batch's maps, whole or not at all, then delete what they replace.
