@@ -213,8 +213,9 @@ class ResidentIndex:
         if given is None or not self._searches:
             return score(slice(present))
         known = given.shape[1]
-        stale = np.flatnonzero(self._written[:present] > self._searches[0])
-        stale = np.union1d(stale, np.arange(known, present))
+        changed = self._written[:present] > self._searches[0]
+        changed[known:] = True
+        stale = np.flatnonzero(changed)
         scores = np.empty((len(given), present), np.float32)
         scores[:, :known] = given
         scores[:, stale] = score(stale)

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from engine.errors import UsageError
 from store.errors import InvalidMapError, StoreError, StoreMismatchError, StoreNotFoundError
 from store.expert_map_store import ExpertMapStore
-from store.listing import list_stores
+from store.listing import find_store, list_stores
 from tests.store.samples import HIDDEN, LAYERS, make_fingerprint, make_record, make_records
 
 
@@ -85,6 +86,26 @@ def test_publishing_writes_nothing_before_a_flush(tmp_path):
         assert store.flush() == replace(store.flush(), kept=0, replaced=0)
         with open_store(tmp_path) as other:
             assert len(other) == 5
+
+
+def test_maps_published_while_a_flush_writes_are_all_accounted_for(tmp_path):
+    with open_store(tmp_path, capacity=20) as store:
+        store.begin_run("chat")
+
+        def publish_all():
+            for i in range(300):
+                store.publish(make_records(1, first=i))
+
+        matcher = Thread(target=publish_all)
+        matcher.start()
+        while matcher.is_alive():
+            store.flush()
+        matcher.join()
+        store.flush()
+        before = contents(store)
+    with open_store(tmp_path) as store:
+        assert contents(store) == before
+    assert list_stores(tmp_path)[0].files.rows == 20
 
 
 def test_closing_keeps_what_was_pending(tmp_path):
@@ -370,3 +391,11 @@ def test_listing_names_every_store_and_what_is_wrong_with_one(tmp_path):
     assert (listings[digest].files.rows, listings["apart"].files.rows) == (4, 2)
     assert listings["broken"].description is None
     assert "broken" in listings["broken"].problem
+
+
+def test_a_store_is_found_by_its_path_whatever_its_model(tmp_path):
+    warm(tmp_path, 4, location=str(tmp_path / "apart"))
+    found = find_store(tmp_path / "home", str(tmp_path / "apart"))
+    assert (found.description.fingerprint, found.files.rows) == (make_fingerprint(), 4)
+    assert find_store(tmp_path / "home", str(tmp_path / "nowhere")) is None
+    assert not (tmp_path / "nowhere").exists()

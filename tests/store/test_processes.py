@@ -14,7 +14,7 @@ from store.listing import list_stores
 from store.locks import exclusive
 from tests.store.samples import make_fingerprint, make_records
 
-PROCESSES, ROUNDS, MAPS = 3, 12, 5
+PROCESSES, ROUNDS, MAPS = 3, 8, 5
 
 _WRITER = """
 import sys

@@ -50,6 +50,10 @@ def whole_scan(index: ResidentIndex, probabilities: np.ndarray) -> np.ndarray:
     return scores
 
 
+def search(index: ResidentIndex, record) -> tuple[np.ndarray, np.ndarray]:
+    return index.semantic_scores(record.embedding[None]), whole_scan(index, record.probabilities[None])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     layers=st.integers(1, 7),
@@ -126,8 +130,7 @@ def test_a_full_index_replaces_the_most_redundant_map(distance):
 def test_given_scores_are_used_instead_of_a_second_search():
     index, stored = filled_index(20, capacity=20)
     newcomer = make_record(500)
-    index.semantic_scores(newcomer.embedding[None])
-    whole_scan(index, newcomer.probabilities[None])
+    search(index, newcomer)
     claimed = np.zeros((1, 20), np.float32)
     claimed[0, 7] = 1
     assert index.insert(round_all([newcomer]), claimed, claimed) == [stored.keys[7]]
@@ -157,22 +160,32 @@ def test_more_newcomers_than_places_leave_the_latest():
 
 
 def test_scores_of_rows_replaced_since_the_iteration_began_are_taken_anew():
-    index, _ = filled_index(20, capacity=20)
-    late = make_record(500)
-    semantic = index.semantic_scores(late.embedding[None])
-    trajectory = whole_scan(index, late.probabilities[None])
-    # Another sequence publishes the very map of `late` meanwhile: its twin is now the most redundant one.
-    index.insert(round_all([make_record(500)], ["twin"]))
-    assert index.insert(round_all([late], ["late"]), semantic, trajectory) == ["twin"]
+    between = round_all([make_record(900)])
+    checked = 0
+    for seed in range(500, 600):
+        index, stored = filled_index(20, capacity=20)
+        late = make_record(seed)
+        newcomer = round_all([late], ["late"])
+        scores = search(index, late)
+        (gone,) = index.insert(between)
+        row = stored.keys.index(gone)
+        before = redundancies(newcomer, stored, 3)[0]
+        after = before.copy()
+        after[row] = redundancies(newcomer, between, 3)[0, 0]
+        if before.argmax() == row != after.argmax():
+            assert index.insert(newcomer, *scores) == [stored.keys[after.argmax()]]
+            checked += 1
+    assert checked > 2
 
 
 def test_scores_of_rows_added_since_the_iteration_began_are_taken_anew():
     index, _ = filled_index(19, capacity=20)
     late = make_record(500)
-    semantic = index.semantic_scores(late.embedding[None])
-    trajectory = whole_scan(index, late.probabilities[None])
-    index.insert(round_all([make_record(500)], ["twin"]))
+    semantic, trajectory = search(index, late)
     assert semantic.shape == (1, 19)
+    index.insert(round_all([make_record(500)], ["twin"]))
+    for _ in range(50):
+        index.semantic_scores(late.embedding[None])
     assert index.insert(round_all([late], ["late"]), semantic, trajectory) == ["twin"]
 
 
