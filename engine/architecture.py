@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
@@ -52,7 +53,11 @@ def open_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: model type {model_type!r} {reason}; transformers {transformers.__version__} lacks it. "
             + _what_works(model_type)
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file}: not a configuration of {model_type} ({reason}); download it again.") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{folder}: {model_type} is no causal language model. " + _what_works(model_type))
     if not model_class(config)._can_set_experts_implementation():

@@ -9,7 +9,6 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -79,6 +78,7 @@ def _fetch_snapshot(name: str) -> Path:
         raise ModelNotFoundError(
             f"{name}: not in the local hub cache and {reason}; {remedy}, or give a local folder."
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:
+        # Hub releases differ in the HTTP library that they use, and so in the errors of a connection that breaks.
         raise ModelNotFoundError(f"{name}: download from {constants.ENDPOINT} failed ({error}); try again.") from error
     return Path(folder)

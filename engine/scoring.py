@@ -37,9 +37,13 @@ def find_score_function(router: nn.Module, block: nn.Module, score_index: int) -
     return _normalized(torch.sigmoid) if "sigmoid" in scorings else softmax
 
 
-@cache
 def _code(of: type | Callable[..., Any]) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(of)))
+    return _parse(inspect.getsource(of))
+
+
+@cache
+def _parse(source: str) -> ast.AST:
+    return ast.parse(textwrap.dedent(source))
 
 
 def returned_names(module_type: type[nn.Module]) -> list[str | None]:

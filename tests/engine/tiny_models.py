@@ -132,7 +132,12 @@ TINY_FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILIES.keys() & set(supported_m
 
 
 def build_tiny_model(
-    family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+    family: str,
+    folder: Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
+    **changes: Any,
 ) -> Path:
     """Save a tiny random model of a family, with a byte-level tokenizer, and return its folder.
 
@@ -144,7 +149,7 @@ def build_tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _spread_weights(model)
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     byte_level_tokenizer().save_pretrained(folder)
     return folder
 

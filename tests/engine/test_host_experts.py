@@ -1,0 +1,97 @@
+"""Layouts of experts in their buffers, for any set of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import host_experts
+from engine.host_experts import ALIGNMENT, ExpertLayout, HostExperts
+
+shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+descriptions = st.dictionaries(st.sampled_from("abcdef"), st.tuples(shapes, dtypes), min_size=1)
+
+
+@given(descriptions)
+def test_tensors_are_aligned_and_apart(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    layout = ExpertLayout.pack(tensors)
+    end = 0
+    for name, slot in layout.tensors.items():
+        assert (slot.shape, slot.dtype) == tensors[name]
+        assert slot.offset % ALIGNMENT == 0
+        assert end <= slot.offset < end + ALIGNMENT
+        end = slot.offset + slot.nbytes
+        assert slot.nbytes == math.prod(slot.shape) * slot.dtype.itemsize
+    assert end <= layout.nbytes < end + ALIGNMENT
+    assert layout.nbytes % ALIGNMENT == 0
+
+
+@given(descriptions, st.integers(1, 4), st.integers(1, 3))
+def test_every_expert_keeps_its_own_values(
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], experts: int, layers: int
+) -> None:
+    layout = ExpertLayout.pack(tensors)
+    host = HostExperts([layout] * layers, experts)
+    assert (host.layers, host.experts, host.pinned) == (layers, experts, False)
+    assert host.total_bytes == layers * experts * layout.nbytes
+    assert host.expert_bytes == layout.nbytes
+    for layer in range(layers):
+        for expert in range(experts):
+            for number, view in enumerate(layout.views(host.buffer(layer, expert)).values()):
+                view.fill_(layer * 16 + expert * 4 + number)
+    for layer in range(layers):
+        for expert in range(experts):
+            views = layout.views(host.buffer(layer, expert))
+            for number, (name, view) in enumerate(views.items()):
+                assert (tuple(view.shape), view.dtype) == tensors[name]
+                assert view.is_contiguous()
+                assert (view == layer * 16 + expert * 4 + number).all()
+
+
+def test_a_slot_larger_than_the_expert_serves_any_layer() -> None:
+    small = ExpertLayout.pack({"w": ((3, 5), torch.bfloat16)})
+    large = ExpertLayout.pack({"w": ((30, 5), torch.float32), "b": ((5,), torch.float32)})
+    host = HostExperts([small, large], 2)
+    assert host.expert_bytes == large.nbytes
+    assert host.total_bytes == 2 * (small.nbytes + large.nbytes)
+    slot = torch.zeros(host.expert_bytes, dtype=torch.uint8)
+    host.layout(0).views(host.buffer(0, 1))["w"].fill_(2.0)
+    slot[: small.nbytes].copy_(host.buffer(0, 1))
+    assert (host.layout(0).views(slot)["w"] == 2.0).all()
+
+
+def test_no_expert_lies_across_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from memory that was page-locked in two pieces is refused by the driver."""
+    monkeypatch.setattr(host_experts, "_CHUNK_BYTES", 10_000)
+    layout = ExpertLayout.pack({"w": ((33, 33), torch.float32)})
+    host = HostExperts([layout, layout], 5)
+    spans = [(chunk.data_ptr(), chunk.data_ptr() + chunk.numel()) for chunk in host._chunks]
+    assert len(spans) == 5
+    assert all(start % 4096 == 0 for start, _ in spans)
+    for layer in range(2):
+        for expert in range(5):
+            buffer = host.buffer(layer, expert)
+            inside = [start <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for start, end in spans]
+            assert sum(inside) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_page_locked_experts_copy_asynchronously() -> None:
+    layout = ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})
+    host = HostExperts([layout] * 2, 4)
+    host.buffer(1, 3).fill_(7)
+    host.pin()
+    assert host.pinned
+    assert host.buffer(1, 3).is_pinned()
+    copy = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+    copy.copy_(host.buffer(1, 3), non_blocking=True)
+    torch.cuda.synchronize()
+    assert (copy == 7).all()
+    host.pin()
+    torch.zeros(1, device="cuda").add_(1).item()
