@@ -1,0 +1,63 @@
+"""The program's entry: runs a command and turns whatever ends it into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``finemoe`` and return its exit code.
+
+    0 done; 2 the request cannot be served as asked; 130 Ctrl-C; 1 any other failure, among them a reader
+    of stdout that went away. FINEMOE_DEBUG=1 lets exceptions through with their traceback.
+    """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; without this the interpreter complains while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        # Nothing is left to save: a Ctrl-C while the interpreter tears down its threads just ends it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Imported here so that Ctrl-C during the first imports is caught as well.
+    from engine.errors import FinemoeError, UsageError
+    from finemoe_cli.app import CommandLineError, run_command
+    from finemoe_cli.console import report_error
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        code = run_command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except CommandLineError as error:
+        report_error(str(error))
+        return 2
+    except FinemoeError as error:
+        if os.environ.get("FINEMOE_DEBUG") == "1":
+            raise
+        report_error(str(error))
+        return 2 if isinstance(error, UsageError) else 1
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        if os.environ.get("FINEMOE_DEBUG") == "1":
+            raise
+        report_error(f"unexpected {type(error).__name__}: {error} (FINEMOE_DEBUG=1 shows where)")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

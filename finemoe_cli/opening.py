@@ -1,0 +1,111 @@
+"""What several verbs open: the model's source, its engine and its store, telling the reader as they go."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.budget import ExpertBudget, format_bytes
+from finemoe_cli.console import note, progress
+from finemoe_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.errors import DatasetError
+    from engine.prompts import PromptSet
+    from engine.source import ModelSource
+    from store.expert_map_store import ExpertMapStore
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="M", help="demo, a local folder or a hub id.", show_default="demo"),
+]
+StoreOption = Annotated[
+    str | None,
+    typer.Option("--store", metavar="S", help="Folder or URI of the store.", show_default="the model's own"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def open_source(settings: Settings) -> ModelSource:
+    """Find the model that the settings name, or the bundled one, with its fingerprint.
+
+    A budget that cannot be read is refused here, before anything slow.
+    """
+    ExpertBudget.parse(settings.cache.text)
+    if settings.model.is_default:
+        note("no model named: using the bundled demo model (another: --model)")
+    return find_model(settings.model.text)
+
+
+def find_model(name: str) -> ModelSource:
+    """Find a model by name; see ``engine.source.resolve_model``."""
+    _quiet_libraries()
+    from engine.source import resolve_model
+
+    return resolve_model(name)
+
+
+def open_prompt_set(
+    dataset: str, limit: int | None, seed: int | None, on_skip: Callable[[DatasetError], None] | None
+) -> PromptSet:
+    """Open a prompt set; with ``on_skip`` unreadable rows are passed over and handed to it."""
+    _quiet_libraries()
+    from engine.prompts import open_prompts
+
+    return open_prompts(dataset, limit=limit, skip_bad=on_skip is not None, on_skip=on_skip, seed=seed)
+
+
+def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
+    """Open the model's store for reading and adding maps, creating it where there is none."""
+    from store.expert_map_store import ExpertMapStore
+
+    return ExpertMapStore.open(
+        settings.home_folder,
+        source.fingerprint,
+        location=settings.store_location,
+        model_name=source.name,
+        capacity=settings.map_capacity,
+        catalog_url=settings.catalog_url.value,
+    )
+
+
+def open_engine(settings: Settings, source: ModelSource, library: ExpertMapStore | None) -> Engine:
+    """Load the model behind an expert cache, with a progress bar, and say what the budget comes to."""
+    from engine.engine import DEFAULT_DISTANCE, Engine
+
+    with progress() as display:
+        loading = display.add_task(f"loading {source.name}", total=None)
+        engine = Engine.open(
+            source,
+            cache=ExpertBudget.parse(settings.cache.text),
+            device=settings.device.text,
+            dtype=settings.dtype.text,
+            library=library,
+            distance=DEFAULT_DISTANCE if library is None else library.description.distance,
+            progress=lambda done, total: display.update(loading, completed=done, total=total),
+        )
+    note(describe_budget(engine, settings.cache.text))
+    return engine
+
+
+def describe_budget(engine: Engine, written: str) -> str:
+    """The budget in bytes and experts: ``expert cache: 25% = 1,179,648 bytes (1.12 MiB), 32 of 128 experts``."""
+    experts = engine.total_expert_bytes // engine.expert_bytes
+    return (
+        f"expert cache: {written} = {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}), "
+        f"{engine.slots} of {experts} experts on {engine.device}"
+    )
+
+
+def _quiet_libraries() -> None:
+    """Keep the libraries' own notes, and bars where nobody watches, out of stderr; the user's wish wins."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

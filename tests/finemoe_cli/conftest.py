@@ -1,0 +1,130 @@
+"""Every test of the command line has a home and a configuration of its own, and no network."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finemoe_cli.app import run_command
+
+Runner = Callable[..., subprocess.CompletedProcess[str]]
+Starter = Callable[..., subprocess.Popen[str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command wrote."""
+
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
+
+
+def environment_for(folder: Path) -> dict[str, str]:
+    """The environment of a finemoe process without the tester's own settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FINEMOE_")}
+    return {
+        **kept,
+        "FINEMOE_HOME": str(folder / "home"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUTF8": "1",
+    }
+
+
+def run_here(folder: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
+    """Run one command in this process, which has the libraries imported already; errors are raised."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        for name in [name for name in os.environ if name.startswith("FINEMOE_")]:
+            patch.delenv(name)
+        for name, value in environment_for(folder).items():
+            patch.setenv(name, value)
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        assert run_command(arguments) == 0
+    return Outcome(out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return environment_for(tmp_path)
+
+
+@pytest.fixture
+def finemoe(environment: dict[str, str]) -> Runner:
+    """Run ``finemoe`` in a process of its own with the given arguments, stdin text and extra environment."""
+
+    def run(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "finemoe_cli", *arguments],
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            env={**environment, **extra},
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Starter]:
+    """Start ``finemoe`` in a process that a test sends signals to; whatever happens, it ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def run(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "finemoe_cli", *arguments],
+                **{"encoding": "utf-8", "env": environment, **pipes, **options},
+            )
+            stack.callback(_end, process)
+            return process
+
+        yield run
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read stderr up to the line that contains ``text``; return that line."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"{process.args} ended without saying {text!r}")
+
+
+def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Press Ctrl-C and return the rest of stdout and stderr once the process has ended with code 130."""
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    return stdout, stderr
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="session")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A folder whose home holds a store warmed with a few demo prompts, and what the warm run said."""
+    folder = tmp_path_factory.mktemp("warmed")
+    return folder, run_here(
+        folder, "warm", "--dataset", "demo", "--limit", "4", "--max-new-tokens", "8", "--batch", "2", "--json"
+    )

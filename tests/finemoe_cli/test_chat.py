@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BudgetError, DeviceError, ModelNotFoundError, PromptError, UsageError
+from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
+
+FOX = ("-p", "Tell me a story about a fox.", "--max-tokens", "12")
+# Sampled without a template the demo model talks on, so that there is time to press Ctrl-C.
+ENDLESS = ("-p", "Once", "--raw", "--temperature", "1", "--seed", "1", "--max-tokens", "2000")
+
+
+@pytest.fixture(scope="module")
+def fox(warmed: tuple[Path, Outcome]) -> Outcome:
+    return run_here(warmed[0], "chat", *FOX, "--cache", "25%", "--json")
+
+
+def test_json_has_text_tokens_and_figures(fox: Outcome, warmed: tuple[Path, Outcome]) -> None:
+    reply = fox.json
+    summary = reply["summary"]
+    assert reply["text"]
+    assert reply["finish_reason"] in ("stop", "length")
+    assert len(reply["token_ids"]) == summary["new_tokens"] <= 12
+    assert summary["prompt_tokens"] > 0
+    assert min(summary["ttft"], summary["tpot"], summary["tokens_per_second"]) > 0
+    for phase in ("prefill", "decode"):
+        traffic = summary[phase]
+        routed = traffic["hits"] + traffic["late"] + traffic["misses"]
+        assert routed > 0
+        assert traffic["hit_rate"] == traffic["hits"] / routed
+    assert reply["store"] == warmed[1].json["store"]
+    assert reply["model"] == "demo"
+    assert (
+        f"expert cache: 25% = {reply['budget_bytes']:,} bytes (2.25 MiB), {reply['slots']} of 128 experts" in fox.stderr
+    )
+
+
+def test_text_is_the_same_streamed_or_not_with_or_without_a_store(fox: Outcome, warmed: tuple[Path, Outcome]) -> None:
+    for options in ([], ["--no-stream"], ["--store", "none"], ["--cache", "100%"]):
+        assert run_here(warmed[0], "chat", *FOX, *options).stdout.strip() == fox.json["text"].strip()
+
+
+def test_prompt_from_stdin_and_stats(fox: Outcome, tmp_path: Path) -> None:
+    outcome = run_here(tmp_path, "chat", *FOX[2:], "--stats", "--store", "none", stdin=FOX[1].encode())
+    assert outcome.stdout.strip() == fox.json["text"].strip()
+    (line,) = [line for line in outcome.stderr.splitlines() if "TTFT" in line]
+    for word in ("tokens/s", "TPOT", "prefill hit/late/miss", "decode hit/late/miss", "moved", "2,359,296 bytes"):
+        assert word in line
+    assert not (tmp_path / "home").exists()
+
+
+def test_replies_add_to_the_store(tmp_path: Path) -> None:
+    reply = run_here(tmp_path, "chat", *FOX, "--json").json
+    found = run_here(tmp_path, "store", "inspect", "--json").json
+    assert found["maps"] == reply["summary"]["new_tokens"]
+    assert [(run["kind"], run["status"]) for run in found["runs"]] == [("chat", "finished")]
+
+
+def test_a_named_store_and_settings_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config" / "finemoe").mkdir(parents=True)
+    (tmp_path / "config" / "finemoe" / "config.toml").write_text('cache = "50%"\nstore = "mine"\nmodel = "demo"\n')
+    outcome = run_here(tmp_path, "chat", *FOX, "--json")
+    assert outcome.json["store"].endswith("-mine")
+    assert "expert cache: 50% = " in outcome.stderr
+    assert "no model named" not in outcome.stderr
+
+
+def test_sampling_follows_its_seed(tmp_path: Path) -> None:
+    def sample(seed: str) -> str:
+        options = ("--temperature", "1.5", "--seed", seed, "--store", "none")
+        return run_here(tmp_path, "chat", *FOX, *options).stdout
+
+    assert sample("1") == sample("1") != sample("2")
+
+
+def test_system_text_and_raw_text_change_the_prompt(fox: Outcome, tmp_path: Path) -> None:
+    plain = fox.json["summary"]["prompt_tokens"]
+    told = run_here(tmp_path, "chat", *FOX, "--store", "none", "--json", "--system", "Answer in one word.").json
+    raw = run_here(tmp_path, "chat", *FOX, "--store", "none", "--json", "--raw").json
+    assert raw["summary"]["prompt_tokens"] < plain < told["summary"]["prompt_tokens"]
+
+
+def test_multi_byte_text_goes_in_and_out(tmp_path: Path) -> None:
+    prompt = "Über 北京 und 🦊: erzähl mir von Zürich, größer, schöner,"
+    reply = run_here(
+        tmp_path, "chat", "--raw", "--store", "none", "--json", "--max-tokens", "20", stdin=prompt.encode()
+    ).json
+    assert reply["text"].encode()
+    assert "\ufffd" not in reply["text"]
+
+
+def test_greedy_says_that_sampling_options_have_no_effect(tmp_path: Path) -> None:
+    outcome = run_here(tmp_path, "chat", *FOX, "--store", "none", "--top-p", "0.5")
+    assert "no effect at temperature 0" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (("-p", "word " * 3000), PromptError, r"3,0\d\d tokens and the model's context 2,048.*shorten"),
+        (("-p", "hi", "--model", "./nowhere"), ModelNotFoundError, "nowhere"),
+        (("-p", "hi", "--device", "toaster"), DeviceError, "toaster"),
+        (("-p", "hi", "--cache", "1KiB"), BudgetError, r"bytes"),
+        (("-p", "hi", "--dtype", "int3"), UsageError, "int3"),
+    ],
+)
+def test_refusals(options: tuple[str, ...], error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        run_here(tmp_path, "chat", *options)
+
+
+def test_json_needs_a_prompt(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        run_here(tmp_path, "chat", "--json")
+
+
+def test_ctrl_c_while_loading(start: Starter) -> None:
+    process = start("chat", *ENDLESS)
+    wait_for(process, "no model named")
+    assert interrupt(process)[0] == ""
+
+
+def test_ctrl_c_ends_a_reply_and_keeps_its_maps(start: Starter, tmp_path: Path) -> None:
+    process = start("chat", *ENDLESS, "--json")
+    wait_for(process, "expert cache")
+    reply = json.loads(interrupt(process)[0])
+    assert reply["finish_reason"] == "interrupted"
+    assert 1 <= len(reply["token_ids"]) < 2000
+    found = run_here(tmp_path, "store", "inspect", "--json").json
+    assert found["maps"] == len(reply["token_ids"])
+    assert found["runs"][0]["status"] == "interrupted"
+
+
+class Terminal:
+    """A finemoe chat at a pseudo-terminal, driven like a person would."""
+
+    def __init__(self, start: Starter, *options: str) -> None:
+        self._primary, secondary = pty.openpty()
+        # So wide that no line is wrapped, which would break up the echo of what is typed.
+        termios.tcsetwinsize(secondary, (50, 10_000))
+        self.process: subprocess.Popen[str] = start(
+            "chat", *options, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True
+        )
+        os.close(secondary)
+
+    def read_until(self, text: str) -> str:
+        """What appeared up to and including ``text``."""
+        seen = b""
+        while text.encode() not in seen:
+            try:
+                seen += os.read(self._primary, 1)
+            except OSError:
+                raise AssertionError(f"the chat ended before {text!r} appeared: {seen.decode()}") from None
+        return seen.decode()
+
+    def enter(self, line: str) -> str:
+        """Type a line and return what appears up to the next prompt."""
+        os.write(self._primary, line.encode() + b"\n")
+        # The terminal echoes what was typed.
+        self.read_until(line)
+        return self.read_until("> ")
+
+    def type(self, keys: str) -> None:
+        os.write(self._primary, keys.encode())
+
+
+def test_a_conversation_at_a_terminal(start: Starter, tmp_path: Path) -> None:
+    terminal = Terminal(start, "--max-tokens", "12", "--cache", "25%")
+    terminal.read_until("/help lists the commands")
+    terminal.read_until("> ")
+    assert "/stats" in terminal.enter("/help")
+    assert "unknown command /dance" in terminal.enter("/dance")
+    assert "0 replies" in terminal.enter("/stats")
+    assert len(terminal.enter("Tell me a story about a fox.").strip()) > 2
+    first = terminal.enter("/stats")
+    assert "1 replies" in first
+    assert "decode hit/late/miss" in first
+    assert "the conversation has" in terminal.enter("☃" * 1000)
+    assert "forgotten" in terminal.enter("/clear")
+    terminal.type("/exit\n")
+    assert terminal.process.wait(60) == 0
+    found = run_here(tmp_path, "store", "inspect", "--json").json
+    assert found["maps_by_phase"]["prefill"] == 1
+
+
+def test_ctrl_c_at_a_terminal(start: Starter) -> None:
+    terminal = Terminal(start, *ENDLESS[2:])
+    terminal.read_until("> ")
+    terminal.type("Once\n")
+    terminal.read_until("Once\r\n")
+    # A blank is part of the reply, which then has most of its tokens before it.
+    terminal.read_until(" ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.read_until("> ")
+    assert "1 replies" in terminal.enter("/stats")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(60) == 130
