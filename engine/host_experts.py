@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -129,12 +130,9 @@ def _unlock(addresses: Sequence[int]) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """Fetch the error that a refused call left behind; else the next, unrelated CUDA call would raise it."""
-    try:
-        torch.cuda.synchronize()
-        torch.empty(1, device="cuda").zero_()
-    except RuntimeError:
-        torch.cuda.synchronize()
+    """Let the refused call's error surface here; it would else be raised by the next, unrelated CUDA call."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -82,16 +82,33 @@ def test_no_expert_lies_across_two_chunks(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_page_locked_experts_copy_asynchronously() -> None:
+def test_page_locked_experts_copy_and_are_let_go() -> None:
     layout = ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})
     host = HostExperts([layout] * 2, 4)
     host.buffer(1, 3).fill_(7)
     host.pin()
     assert host.pinned
-    assert host.buffer(1, 3).is_pinned()
-    copy = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
-    copy.copy_(host.buffer(1, 3), non_blocking=True)
+    copied = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+    copied.copy_(host.buffer(1, 3), non_blocking=True)
     torch.cuda.synchronize()
-    assert (copy == 7).all()
-    host.pin()
-    torch.zeros(1, device="cuda").add_(1).item()
+    assert (copied == 7).all()
+    memory = host.buffer(1, 3)
+    del host
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0, "it is locked no longer"
+    runtime.cudaHostUnregister(memory.data_ptr())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_refused_page_locking_leaves_usable_memory_and_no_error() -> None:
+    host = HostExperts([ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})], 4)
+    runtime = torch.cuda.cudart()
+    taken = host.buffer(0, 2)
+    assert int(runtime.cudaHostRegister(taken.data_ptr(), taken.numel(), 0)) == 0
+    with pytest.warns(RuntimeWarning, match="could not be page-locked"):
+        host.pin()
+    assert not host.pinned
+    host.buffer(0, 1).fill_(5)
+    assert (host.buffer(0, 1).to("cuda") == 5).all()
+    runtime.cudaHostUnregister(taken.data_ptr())
