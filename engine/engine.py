@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 
 from engine.budget import ExpertBudget
@@ -12,6 +12,7 @@ from engine.devices import choose_device, choose_dtype, free_bytes
 from engine.errors import UsageError
 from engine.eviction import EvictionRule, LeastRecentlyUsed, ProbabilityFrequency
 from engine.executor import HostDrivenExecutor
+from engine.expert_arithmetic import find_accumulation
 from engine.generation import TokenLoop
 from engine.links import open_link
 from engine.matcher import Matcher, MatcherThread
@@ -69,7 +70,8 @@ class Engine:
             matcher = Matcher(library, loaded.layers, self._transfers, distance, guiding=self.slots < keys)
             self._matcher = MatcherThread(matcher, loaded.layers)
         self._observer = GateObserver(loaded.model, loaded.layers, self._matcher)
-        self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers)
+        accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
+        self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, accumulation)
         self._executor.attach(self._observer)
         self._observer.attach()
         self._loop = TokenLoop(
@@ -135,9 +137,11 @@ class Engine:
         """Token ids of plain text, with the special tokens the tokenizer adds by itself."""
         return self.tokenizer(text)["input_ids"]
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> Iterator[Step]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings, first_sequence: int | None = None
+    ) -> Generator[Step, None, None]:
         """Answer a batch of prompts; see ``TokenLoop.generate``."""
-        for step in self._loop.generate(prompts, settings):
+        for step in self._loop.generate(prompts, settings, first_sequence):
             if self._matcher is not None:
                 self._matcher.check()
             yield step

@@ -8,13 +8,14 @@ added in rising order of the expert id, whatever order the experts became availa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from engine.expert_arithmetic import Accumulation, apply_expert
 from engine.families import MoELayer
 from engine.observer import GateObserver
 from engine.transfers import TransferEngine
@@ -25,10 +26,17 @@ IMPLEMENTATION = "finemoe"
 class HostDrivenExecutor:
     """Attaches to a model's experts modules; ``detach`` restores what ``attach`` changed."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], transfers: TransferEngine) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        transfers: TransferEngine,
+        accumulation: Accumulation,
+    ) -> None:
         self._model = model
         self._layers = layers
         self._transfers = transfers
+        self._accumulation = accumulation
         self._observer: GateObserver | None = None
         self._replaced: str | None = None
 
@@ -36,8 +44,8 @@ class HostDrivenExecutor:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
         self._observer = observer
         for layer in self._layers:
-            layer.experts.finemoe_layer = layer.index
-            layer.experts.finemoe_executor = self
+            experts: Any = layer.experts
+            experts.finemoe_layer, experts.finemoe_executor = layer.index, self
         self._replaced = self._model.config._experts_implementation
         self._model.set_experts_implementation(IMPLEMENTATION)
 
@@ -65,23 +73,24 @@ class HostDrivenExecutor:
         counted = np.unique(ids if rows is None else ids[rows])
         assignment = _assign(ids, module.num_experts, hidden.device)
         outputs: dict[int, torch.Tensor] = {}
+        dtype = self._accumulation.dtype(hidden, top_k_weights)
         position = self._observer.position(layer)
         for expert, tensors in self._transfers.serve(layer, list(assignment), counted.tolist(), position):
             rank, token = assignment[expert]
-            state = _apply_expert(module, tensors, hidden if token is None else hidden[token])
+            state = apply_expert(module, tensors, hidden if token is None else hidden[token])
             weight = top_k_weights[:, rank, None] if token is None else top_k_weights[token, rank, None]
-            outputs[expert] = (state * weight).to(hidden.dtype)
-        result = torch.zeros_like(hidden)
+            outputs[expert] = (state * weight).to(dtype)
+        result = torch.zeros_like(hidden, dtype=dtype)
         for expert, (_, token) in assignment.items():
             if token is None:
                 result.add_(outputs[expert])
             else:
                 result.index_add_(0, token, outputs[expert])
-        return result
+        return result.to(hidden.dtype)
 
 
 def run_experts(
-    module: torch.nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts function registered with transformers; see ``HostDrivenExecutor.run``."""
     return module.finemoe_executor.run(module, hidden, top_k_index, top_k_weights)
@@ -107,20 +116,3 @@ def _assign(
         for expert, start, stop in zip(experts.tolist(), starts.tolist(), stops, strict=True)
         if expert < num_experts
     }
-
-
-def _apply_expert(module: torch.nn.Module, tensors: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
-    """One expert on its rows [n, H] -> [n, H], in the arithmetic of the family's eager forward."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    state = _project(module, tensors, up, state)
-    state = module._apply_gate(state) if module.has_gate else module.act_fn(state)
-    state = _project(module, tensors, "down_proj", state)
-    return module.post_expert_norm(state) if getattr(module, "has_post_expert_norm", False) else state
-
-
-def _project(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, state: torch.Tensor) -> torch.Tensor:
-    weight = tensors[name]
-    if not module.is_transposed:
-        return F.linear(state, weight, tensors[f"{name}_bias"] if module.has_bias else None)
-    product = state @ weight
-    return product + tensors[f"{name}_bias"] if module.has_bias else product

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,17 +71,26 @@ class TokenLoop:
         pad = tokenizer.pad_token_id
         self._pad_id = pad if pad is not None else min(eos_token_ids, default=0)
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> Iterator[Step]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings, first_sequence: int | None = None
+    ) -> Generator[Step, None, None]:
         """Yield the prefill and then every decode step; may be closed at any point.
+
+        Args:
+            first_sequence: number of the first prompt's sequence, by which a resumed run gives its records the
+                names they would have had; None counts on.
 
         Raises:
             PromptError: a prompt without tokens, or one that leaves no room for a new token.
         """
         self._check(prompts)
         sample = make_sampler(settings, self._device)
+        if first_sequence is not None:
+            self._sequences = first_sequence
         sequences = [self._admit(prompt) for prompt in prompts]
         room = min(self._room(len(s.prompt)) for s in sequences)
         limit = min(settings.max_new_tokens, room)
+        eos = frozenset[int]() if settings.ignore_eos else self._eos
         batch = _PaddedBatch(prompts, self._pad_id, self._device)
         cache: dict[str, Any] = {}
         for index in range(limit):
@@ -93,7 +102,8 @@ class TokenLoop:
             tokens = sample(logits)
             # The loop must know the tokens to stop, to stream and to build the next input.
             chosen = tokens.tolist()
-            texts = [self._accept(s, token, index + 1 == limit) for s, token in zip(sequences, chosen, strict=True)]
+            last = index + 1 == limit
+            texts = [self._accept(s, token, eos, last) for s, token in zip(sequences, chosen, strict=True)]
             batch.append([t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)])
             self._meter.settle_stalls()
             yield Step(
@@ -153,12 +163,12 @@ class TokenLoop:
         name = "cache" if "cache" in outputs else "past_key_values"
         return outputs.logits[:, -1], {name: outputs[name]}
 
-    def _accept(self, sequence: _Sequence, token: int, last: bool) -> str:
+    def _accept(self, sequence: _Sequence, token: int, eos: frozenset[int], last: bool) -> str:
         """Book a chosen token; return the text that became complete."""
         if sequence.finished is not None:
             return ""
         sequence.new_ids.append(token)
-        if token in self._eos:
+        if token in eos:
             sequence.finished = "stop"
             return sequence.text.finish()
         text = sequence.text.push(token)

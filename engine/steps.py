@@ -49,13 +49,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """How tokens are chosen. Temperature 0 is greedy, whatever the other settings say."""
+    """How tokens are chosen. Temperature 0 is greedy, whatever the other settings say.
+
+    ``ignore_eos`` goes on to ``max_new_tokens`` whatever is generated, as measurements of a given length need.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    ignore_eos: bool = False
     keep_logits: bool = False
 
 

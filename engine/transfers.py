@@ -103,12 +103,11 @@ class TransferEngine:
                 used.append(key)
                 yield key - base, self._tensors(key, layer)
             waiting = [claim.key for claim in claims] + plan.loading
-            while waiting:
-                for key in waiting:
-                    self._await(key)
-                    used.append(key)
-                    yield key - base, self._tensors(key, layer)
-                waiting = self._make_room(used)
+            while waiting or (waiting := self._make_room(used)):
+                key = waiting.pop(0)
+                self._await(key)
+                used.append(key)
+                yield key - base, self._tensors(key, layer)
         finally:
             self._leave(used)
 
