@@ -160,20 +160,18 @@ def _follow(progress_of: Iterator[WarmCounts], rows: int | None) -> None:
     """Show a warm run as it goes: a bar on a terminal, else a line after every commit."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    figures = TextColumn("{task.fields[figures]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), figures)
-    with progress(*columns) as display:
-        task = display.add_task("conversations", total=rows, figures="")
+    figures = TextColumn("{task.description}")
+    # Together below 80 columns, or rich would cut every one of them.
+    with progress(BarColumn(16), MofNCompleteColumn(), TimeRemainingColumn(compact=True), figures) as display:
+        task = display.add_task("", total=rows)
         told = 0
         for counts in progress_of:
-            figures_text = (
-                f"{counts.prompts_per_second:.1f} prompts/s, {counts.maps_kept:,} maps kept, "
-                f"{counts.maps_replaced:,} replaced as redundant"
-            )
-            display.update(task, completed=counts.row, figures=figures_text)
+            speed = f"{counts.prompts_per_second:.1f} prompts/s"
+            kept, replaced = f"{counts.maps_kept:,}", f"{counts.maps_replaced:,}"
+            display.update(task, completed=counts.row, description=f"{speed}, {kept} kept, {replaced} redundant")
             if display.disable and counts.maps_kept > told:
                 told = counts.maps_kept
-                note(f"{counts.completed} prompts done, {figures_text}")
+                note(f"{counts.completed} prompts done, {speed}, {kept} maps kept, {replaced} replaced as redundant")
 
 
 def _as_text(report: dict[str, Any]) -> dict[str, str]:
