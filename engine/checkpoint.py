@@ -110,10 +110,15 @@ def _read_experts(
         return sum(target.nbytes for target in targets)
 
     finished = 0
-    with ShardReader(source.shards) as reader, ThreadPoolExecutor(_READERS) as pool:
-        for task in as_completed([pool.submit(read, parameter) for parameter in planned]):
-            finished += task.result()
-            done(finished)
+    with ShardReader(source.shards) as reader:
+        pool = ThreadPoolExecutor(_READERS)
+        try:
+            for task in as_completed([pool.submit(read, parameter) for parameter in planned]):
+                finished += task.result()
+                done(finished)
+        finally:
+            # A fault or Ctrl-C must not wait for gigabytes that nobody will use.
+            pool.shutdown(cancel_futures=True)
     done(experts.total_bytes)
 
 

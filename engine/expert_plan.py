@@ -78,6 +78,8 @@ class ExpertParameter:
                     )
         if not self.sources:
             raise CheckpointError(f"{index}: {self.full_name} is missing; download the model again.")
+        if len(self.sources) > len(patterns) or (self.converter is None and len(self.sources) > 1):
+            raise CheckpointError(f"{index}: {self.full_name} is stored twice, as {' and '.join(self.sources)}.")
         if self._concatenates_rows():
             self._check_rows()
 

@@ -150,6 +150,13 @@ def test_a_whole_missing_layer_is_named(damaged: Path) -> None:
         load_model(resolve_model(str(damaged)), CPU)
 
 
+def test_an_expert_stored_twice_is_named(damaged: Path) -> None:
+    fused = reference(damaged).state_dict()["model.layers.1.mlp.experts.down_proj"].clone()
+    rewrite(damaged, **{"model.layers.1.mlp.experts.down_proj": fused})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj is stored twice"):
+        load_model(resolve_model(str(damaged)), CPU)
+
+
 def test_a_missing_tokenizer_is_named(damaged: Path) -> None:
     for file in damaged.glob("tokenizer*"):
         file.unlink()
