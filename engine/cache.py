@@ -6,6 +6,7 @@ Experts are named by flat keys ``layer * J + expert``. The class is not locked: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -42,11 +43,13 @@ class ExpertCache:
     def __init__(self, num_keys: int, slots: int, rule: EvictionRule) -> None:
         self.rule = rule
         self.slots = slots
-        self._slot_of = np.full(num_keys, -1, dtype=np.int64)
+        # Lists where the token loop looks up single experts, arrays where a victim is chosen among all slots.
+        self._slot_of = [-1] * num_keys
         self._key_in = np.full(slots, -1, dtype=np.int64)
-        self._loading = np.zeros(slots, dtype=bool)
-        self._pins = np.zeros(slots, dtype=np.int64)
-        self._unused = np.zeros(slots, dtype=bool)
+        self._loading = [False] * slots
+        self._unused = [False] * slots
+        self._pins = [0] * slots
+        self._evictable = np.zeros(slots, dtype=bool)
         self._last_use = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._free = list(range(slots - 1, -1, -1))
@@ -59,40 +62,40 @@ class ExpertCache:
 
     def slot(self, key: int) -> int:
         """The slot that holds or awaits the expert, -1 if none does."""
-        return int(self._slot_of[key])
+        return self._slot_of[key]
 
     def resident_keys(self) -> list[int]:
-        return self._key_in[(self._key_in >= 0) & ~self._loading].tolist()
+        return [key for key in self._key_in.tolist() if key >= 0 and not self._loading[self._slot_of[key]]]
 
     def loading_keys(self) -> list[int]:
-        return self._key_in[self._loading].tolist()
+        return [key for key in self._key_in.tolist() if key >= 0 and self._loading[self._slot_of[key]]]
 
     def occupied(self) -> int:
         """Slots that hold or await an expert; never more than ``slots``."""
         return self.slots - len(self._free)
 
-    def record_use(self, keys: np.ndarray) -> None:
-        """The running layer routed to these experts [n]: recency and frequency follow, resident or not."""
+    def record_use(self, keys: Sequence[int]) -> None:
+        """The running layer routed to these experts: recency and frequency follow, resident or not."""
         self.rule.record_use(keys)
         self._clock += 1
-        held = self._slot_of[keys]
-        held = held[held >= 0]
-        self._last_use[held] = self._clock
-        self._unused[held] = False
+        for key in keys:
+            slot = self._slot_of[key]
+            if slot >= 0:
+                self._last_use[slot] = self._clock
+                self._unused[slot] = False
 
     def pin(self, key: int) -> None:
         """Keep an expert that holds or awaits a slot until ``unpin``; pins count."""
-        self._pins[self._slot_of[key]] += 1
+        slot = self._slot_of[key]
+        self._pins[slot] += 1
+        self._evictable[slot] = False
 
     def unpin(self, key: int) -> None:
         slot = self._slot_of[key]
         if slot < 0 or self._pins[slot] <= 0:
             raise RuntimeError(f"expert {key} is not pinned")
         self._pins[slot] -= 1
-
-    def unpin_all(self) -> None:
-        """The running layer is done, or abandoned."""
-        self._pins[:] = 0
+        self._evictable[slot] = not self._pins[slot] and not self._loading[slot]
 
     def reserve(self, key: int, speculative_value: float | None = None) -> Reservation | None:
         """Give an absent expert a slot, evicting if all are taken.
@@ -115,11 +118,12 @@ class ExpertCache:
                 return None
             slot = victim
             evicted = int(self._key_in[slot])
-            unused = bool(self._unused[slot])
+            unused = self._unused[slot]
             self._slot_of[evicted] = -1
         self._slot_of[key] = slot
         self._key_in[slot] = key
         self._loading[slot] = True
+        self._evictable[slot] = False
         self._unused[slot] = speculative_value is not None
         self._clock += 1
         self._last_use[slot] = self._clock
@@ -131,24 +135,23 @@ class ExpertCache:
         if slot < 0 or not self._loading[slot]:
             raise RuntimeError(f"expert {key} is not loading")
         self._loading[slot] = False
+        self._evictable[slot] = not self._pins[slot]
 
     def release(self, key: int) -> None:
-        """Free the slot of an expert whose load failed."""
-        slot = int(self._slot_of[key])
+        """Free the slot of an expert whose load failed, pinned or not."""
+        slot = self._slot_of[key]
         self._slot_of[key] = -1
         self._key_in[slot] = -1
         self._loading[slot] = False
+        self._evictable[slot] = False
         self._pins[slot] = 0
         self._unused[slot] = False
         self._free.append(slot)
 
     def _choose_victim(self, speculative_value: float | None) -> int | None:
-        candidates = np.flatnonzero((self._pins == 0) & ~self._loading)
-        if not len(candidates):
-            return None
-        values = self.rule.values(self._key_in[candidates])
+        values = np.where(self._evictable, self.rule.values(self._key_in), np.inf)
         lowest = values.min()
-        if speculative_value is not None and lowest > speculative_value:
+        if lowest == np.inf or (speculative_value is not None and lowest > speculative_value):
             return None
-        ties = candidates[values == lowest]
-        return int(ties[np.argmin(self._last_use[ties])])
+        ties = np.flatnonzero(values == lowest)
+        return int(ties[0] if len(ties) == 1 else ties[np.argmin(self._last_use[ties])])

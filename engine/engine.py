@@ -15,7 +15,8 @@ from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
 from engine.generation import TokenLoop
 from engine.links import open_link
-from engine.matcher import Matcher, MatcherThread
+from engine.matcher import Matcher
+from engine.matcher_thread import MatcherThread
 from engine.observer import GateObserver
 from engine.records import ExpertMapLibrary
 from engine.slots import DeviceSlots, slot_bytes, slots_within
@@ -67,12 +68,12 @@ class Engine:
         )
         self._matcher: MatcherThread | None = None
         if library is not None:
-            matcher = Matcher(library, loaded.layers, self._transfers, distance, guiding=self.slots < keys)
-            self._matcher = MatcherThread(matcher, loaded.layers)
+            matcher = Matcher(library, loaded.layers, self._transfers, distance)
+            self._matcher = MatcherThread(matcher, loaded.layers, guiding=self.slots < keys)
         self._observer = GateObserver(loaded.model, loaded.layers, self._matcher)
         accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
-        self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, accumulation)
-        self._executor.attach(self._observer)
+        self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
+        self._executor.attach()
         self._observer.attach()
         self._loop = TokenLoop(
             loaded.model,

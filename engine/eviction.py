@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 class EvictionRule(Protocol):
     """Values resident experts; the lowest value is evicted first."""
 
-    def record_use(self, keys: np.ndarray) -> None:
-        """Experts [n] were routed in the layer that runs now."""
+    def record_use(self, keys: Sequence[int]) -> None:
+        """These experts were routed in the layer that runs now, each named once."""
         ...
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
@@ -19,7 +20,7 @@ class EvictionRule(Protocol):
         ...
 
     def values(self, keys: np.ndarray) -> np.ndarray:
-        """What keeping each expert [n] is worth; ties are broken by the least recent use."""
+        """What keeping each expert [n] is worth, finite; ties are broken by the least recent use."""
         ...
 
     def speculative_value(self, key: int, probability: float) -> float:
@@ -34,9 +35,10 @@ class LeastRecentlyUsed:
         self._last_use = np.zeros(num_keys, dtype=np.int64)
         self._clock = 0
 
-    def record_use(self, keys: np.ndarray) -> None:
+    def record_use(self, keys: Sequence[int]) -> None:
         self._clock += 1
-        self._last_use[keys] = self._clock
+        for key in keys:
+            self._last_use[key] = self._clock
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """Recency alone decides."""
@@ -60,8 +62,9 @@ class ProbabilityFrequency:
         self._frequency = np.ones(num_keys, dtype=np.float64)
         self._probability = np.zeros(num_keys, dtype=np.float64)
 
-    def record_use(self, keys: np.ndarray) -> None:
-        self._frequency[keys] += 1
+    def record_use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._frequency[key] += 1
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         self._probability[:] = probabilities

@@ -31,18 +31,18 @@ class HostDrivenExecutor:
         model: PreTrainedModel,
         layers: Sequence[MoELayer],
         transfers: TransferEngine,
+        observer: GateObserver,
         accumulation: Accumulation,
     ) -> None:
         self._model = model
         self._layers = layers
         self._transfers = transfers
+        self._observer = observer
         self._accumulation = accumulation
-        self._observer: GateObserver | None = None
         self._replaced: str | None = None
 
-    def attach(self, observer: GateObserver) -> None:
+    def attach(self) -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
-        self._observer = observer
         for layer in self._layers:
             experts: Any = layer.experts
             experts.finemoe_layer, experts.finemoe_executor = layer.index, self
@@ -59,33 +59,51 @@ class HostDrivenExecutor:
 
     def run(
         self,
-        module: torch.nn.Module,
+        module: Any,
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         """Experts of one layer: hidden [T, H], index and weights [T, K] -> [T, H]."""
-        assert self._observer is not None
+        if len(hidden) == 1:
+            return self._run_token(module, hidden, top_k_index, top_k_weights)
         layer: int = module.finemoe_layer
         # The one host wait a layer: the host has to know the routed ids to load what is missing.
         ids = top_k_index.cpu().numpy()
         rows = self._observer.decide(layer, ids, top_k_weights)
-        counted = np.unique(ids if rows is None else ids[rows])
-        assignment = _assign(ids, module.num_experts, hidden.device)
-        outputs: dict[int, torch.Tensor] = {}
+        counted = np.unique(ids if rows is None else ids[rows]).tolist()
+        assigned = _assign_rows(ids, module.num_experts, hidden.device)
         dtype = self._accumulation.dtype(hidden, top_k_weights)
+        outputs: dict[int, torch.Tensor] = {}
         position = self._observer.position(layer)
-        for expert, tensors in self._transfers.serve(layer, list(assignment), counted.tolist(), position):
-            rank, token = assignment[expert]
-            state = apply_expert(module, tensors, hidden if token is None else hidden[token])
-            weight = top_k_weights[:, rank, None] if token is None else top_k_weights[token, rank, None]
-            outputs[expert] = (state * weight).to(dtype)
+        for expert, tensors in self._transfers.serve(layer, list(assigned), counted, position):
+            ranks, tokens = assigned[expert]
+            state = apply_expert(module, tensors, hidden[tokens])
+            outputs[expert] = (state * top_k_weights[tokens, ranks, None]).to(dtype)
         result = torch.zeros_like(hidden, dtype=dtype)
-        for expert, (_, token) in assignment.items():
-            if token is None:
-                result.add_(outputs[expert])
-            else:
-                result.index_add_(0, token, outputs[expert])
+        for expert, (_, tokens) in assigned.items():
+            result.index_add_(0, tokens, outputs[expert])
+        return result.to(hidden.dtype)
+
+    def _run_token(
+        self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for T = 1, without gathering and scattering its only row."""
+        layer: int = module.finemoe_layer
+        ids: list[int] = top_k_index[0].tolist()
+        self._observer.decide(layer, ids, top_k_weights)
+        # One weight [1] an expert; an expert chosen twice, as hash routing may, is computed once and added twice.
+        weights = list(zip(ids, top_k_weights[0].split(1), strict=True))
+        experts = sorted({expert for expert in ids if expert < module.num_experts})
+        dtype = self._accumulation.dtype(hidden, top_k_weights)
+        states: dict[int, torch.Tensor] = {}
+        for expert, tensors in self._transfers.serve(layer, experts, experts, self._observer.position(layer)):
+            states[expert] = apply_expert(module, tensors, hidden)
+        result = torch.zeros_like(hidden, dtype=dtype)
+        for expert in experts:
+            for chosen, weight in weights:
+                if chosen == expert:
+                    result.add_((states[expert] * weight).to(dtype))
         return result.to(hidden.dtype)
 
 
@@ -96,17 +114,14 @@ def run_experts(
     return module.finemoe_executor.run(module, hidden, top_k_index, top_k_weights)
 
 
-def _assign(
+def _assign_rows(
     ids: np.ndarray, num_experts: int, device: torch.device
-) -> dict[int, tuple[torch.Tensor, torch.Tensor] | tuple[int, None]]:
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Expert -> (ranks, tokens) of its rows in eager's order (rank, then token), by rising expert id; ids [T, K].
 
-    A single token needs no gather: its tokens are None and its rank a number. Ids past the last expert are
-    transformers' mark for rows another process computes and are left out.
+    Ids past the last expert are transformers' mark for rows another process computes and are left out.
     """
     flat = ids.T.reshape(-1)
-    if len(ids) == 1 and len(set(chosen := flat.tolist())) == len(chosen):
-        return {e: (rank, None) for e, rank in sorted(zip(chosen, range(len(chosen)), strict=True)) if e < num_experts}
     order = np.argsort(flat, kind="stable")
     experts, starts = np.unique(flat[order], return_index=True)
     both = torch.from_numpy(np.stack(np.divmod(order, len(ids)))).to(device)

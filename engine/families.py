@@ -28,7 +28,7 @@ class MoELayer:
         num_experts: J.
         top_k: K.
         score_index: position of the gate's scores in the router's output tuple.
-        score_function: turns float32 scores [T, J] into probabilities; no gradient, any thread.
+        score_function: turns scores [T, J] of any precision into float32 probabilities; no gradient, any thread.
     """
 
     index: int
@@ -53,7 +53,7 @@ def to_probabilities(layer: MoELayer, scores: torch.Tensor) -> torch.Tensor:
     Softmax over all experts before top-k; sigmoid scores divided by their sum. Correction biases and group
     masks, which only steer the choice, are no part of it, nor is a class that stands for "no expert".
     """
-    probabilities = layer.score_function(scores.float())
+    probabilities = layer.score_function(scores)
     if probabilities.shape[-1] > layer.num_experts:
         probabilities = normalize(probabilities[..., : layer.num_experts])
     return probabilities

@@ -1,21 +1,17 @@
 """Finding the most similar stored maps for a running iteration and turning them into guidance.
 
-The subscriber of the paper's publisher/subscriber design. ``Matcher`` is plain and single-threaded, so
-that what it decides can be tested step by step; ``MatcherThread`` runs it beside the token loop.
+The subscriber of the paper's publisher/subscriber design; ``MatcherThread`` runs it beside the token loop.
+It knows no thread itself, so that what it decides can be tested step by step.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from engine.errors import FinemoeError
-from engine.families import MoELayer, to_probabilities
+from engine.families import MoELayer
 from engine.observer import Iteration
 from engine.records import ExpertMapLibrary, IterationRecord, TrajectoryScan
 from engine.selection import select_experts, selection_threshold
@@ -37,24 +33,15 @@ class Matcher:
     embedding, layer l+d by the best map for the gate distributions of layers 0..l. A prefill becomes
     one map: the mean of its tokens' distributions. Several sequences of a batch share one guidance of a
     layer: an expert's probability is the largest any of their matches gives it.
-
-    Args:
-        guiding: False records iterations without searching, as when every expert is resident anyway.
     """
 
     def __init__(
-        self,
-        library: ExpertMapLibrary,
-        layers: Sequence[MoELayer],
-        sink: GuidanceSink,
-        distance: int,
-        guiding: bool = True,
+        self, library: ExpertMapLibrary, layers: Sequence[MoELayer], sink: GuidanceSink, distance: int
     ) -> None:
         self._library = library
-        self._layers = layers
         self._sink = sink
+        self._layers = len(layers)
         self._distance = min(distance, len(layers))
-        self._guiding = guiding
         self._experts = layers[0].num_experts
         self._top_k = max(layer.top_k for layer in layers)
         self._iteration: Iteration | None = None
@@ -63,76 +50,94 @@ class Matcher:
         self._semantic: np.ndarray | None = None
         self._trajectory: np.ndarray | None = None
         self._scan: TrajectoryScan | None = None
+        self._guides: list[int] = []
 
     def begin(self, iteration: Iteration, embeddings: np.ndarray) -> None:
         """Start an iteration with the embeddings [B, h] of its rows, and guide layers 0..d-1."""
         self._iteration = iteration
         self._embeddings = embeddings[[s.row for s in iteration.sequences]]
         batch = len(iteration.sequences)
-        self._observed = np.zeros((batch, len(self._layers), self._experts), dtype=np.float32)
+        self._observed = np.zeros((batch, self._layers, self._experts), dtype=np.float32)
         self._semantic = self._trajectory = self._scan = None
-        if not (self._guiding and batch and len(self._library)):
+        self._guides = []
+        if not (batch and len(self._library)):
             return
         self._semantic = self._library.semantic_scores(self._embeddings)
         self._scan = self._library.start_trajectory(batch)
-        self._guide(range(self._distance), self._semantic, now=-1)
+        self._guide(range(self._distance), self._semantic)
 
     def observe(self, layer: int, probabilities: np.ndarray) -> None:
         """Add a layer's distributions, one row for each token [B * S, J], and guide layer l+d."""
         if self._iteration is None:
             return
-        self._observed[:, layer] = reduce_tokens(probabilities, self._iteration)
+        reduced = reduce_tokens(probabilities, self._iteration)
+        self._observed[:, layer] = reduced
         if self._scan is not None:
-            self._trajectory = self._scan.observe(self._observed[:, layer])
+            self._trajectory = self._scan.observe(reduced)
             target = layer + self._distance
-            if target < len(self._layers):
-                self._guide(range(target, target + 1), self._trajectory, now=layer)
-        if layer == len(self._layers) - 1:
-            self._finish()
+            if target < self._layers:
+                self._guide(range(target, target + 1), self._trajectory)
+        if layer == self._layers - 1:
+            iteration, self._iteration = self._iteration, None
+            self._publish(iteration)
 
-    def _guide(self, targets: range, scores: np.ndarray, now: int) -> None:
+    def record(self, iteration: Iteration, embeddings: np.ndarray, probabilities: np.ndarray) -> None:
+        """Take a whole iteration at once, without guiding it: embeddings [B, h], distributions [L, B * S, J]."""
+        self._embeddings = embeddings[[s.row for s in iteration.sequences]]
+        self._observed = np.stack([reduce_tokens(layer, iteration) for layer in probabilities], axis=1)
+        self._semantic = self._trajectory = None
+        self._publish(iteration)
+
+    def _guide(self, targets: range, scores: np.ndarray) -> None:
         """Queue what the best-scoring maps select for ``targets``; scores [B, n] of sequences against maps."""
         assert self._iteration is not None
-        start = self._iteration.number * len(self._layers)
-        merged = np.zeros((len(self._layers), self._experts), dtype=np.float32)
+        start = self._iteration.number * self._layers
+        best = scores.argmax(axis=1).tolist()
+        maps = [self._library.probabilities(row) for row in best]
+        if best != self._guides:
+            self._guides = best
+            merged = maps[0] if len(maps) == 1 else np.maximum.reduce(maps)
+            self._sink.record_guidance(merged.reshape(-1))
         chosen: dict[int, Prefetch] = {}
-        for row in scores:
-            best = int(np.argmax(row))
-            matched = self._library.probabilities(best)
-            np.maximum(merged, matched, out=merged)
-            threshold = selection_threshold(float(row[best]))
+        for matched, score in zip(maps, scores.max(axis=1).tolist(), strict=True):
+            threshold = selection_threshold(score)
             for target in targets:
-                for expert in select_experts(matched[target], threshold, self._top_k).tolist():
+                row = matched[target]
+                for expert in select_experts(row, threshold, self._top_k).tolist():
                     key = target * self._experts + expert
-                    probability = max(float(matched[target, expert]), chosen[key].probability if key in chosen else 0.0)
-                    chosen[key] = Prefetch(key, start + target, probability)
-        self._sink.record_guidance(merged.reshape(-1))
+                    probability = float(row[expert])
+                    if key not in chosen or chosen[key].probability < probability:
+                        chosen[key] = Prefetch(key, start + target, probability)
         self._sink.offer(list(chosen.values()))
 
-    def _finish(self) -> None:
-        """Give the iteration's maps back to the library."""
-        iteration, self._iteration = self._iteration, None
-        assert iteration is not None
-        if not iteration.sequences:
+    def _publish(self, iteration: Iteration) -> None:
+        """Give the iteration's maps back to the library, but for vectors no cosine is defined for."""
+        sound = np.isfinite(self._observed).all(axis=(1, 2)) & np.isfinite(self._embeddings).all(axis=1)
+        sound &= self._embeddings.any(axis=1)
+        rows = np.flatnonzero(sound)
+        if not len(rows):
             return
         records = [
             IterationRecord(
-                sequence=state.sequence,
-                iteration=state.iteration,
+                sequence=iteration.sequences[row].sequence,
+                iteration=iteration.sequences[row].iteration,
                 phase=iteration.phase,
-                prompt_hash=state.prompt_hash,
-                tokens=state.tokens,
-                embedding=self._embeddings[i],
-                probabilities=self._observed[i],
+                prompt_hash=iteration.sequences[row].prompt_hash,
+                tokens=iteration.sequences[row].tokens,
+                embedding=self._embeddings[row],
+                probabilities=self._observed[row],
             )
-            for i, state in enumerate(iteration.sequences)
+            for row in rows.tolist()
         ]
-        self._library.publish(records, self._semantic, self._trajectory)
+        scores = [None if s is None else s[rows] for s in (self._semantic, self._trajectory)]
+        self._library.publish(records, *scores)
 
 
 def reduce_tokens(probabilities: np.ndarray, iteration: Iteration) -> np.ndarray:
     """One distribution a sequence: the mean over its live tokens; [B * S, J] -> [len(sequences), J]."""
     if iteration.width == 1:
+        if len(iteration.sequences) == iteration.batch:
+            return probabilities
         return probabilities[[state.row for state in iteration.sequences]]
     by_row = probabilities.reshape(iteration.batch, iteration.width, -1)
     return np.stack([by_row[s.row, iteration.width - s.tokens :].mean(axis=0) for s in iteration.sequences])
@@ -144,65 +149,3 @@ def routed_distribution(ids: np.ndarray, weights: np.ndarray, experts: int) -> n
     np.put_along_axis(spread, ids, np.abs(weights).astype(np.float32), axis=1)
     total = spread.sum(axis=1, keepdims=True)
     return np.divide(spread, total, out=np.full_like(spread, 1.0 / experts), where=total > 0)
-
-
-class MatcherThread:
-    """Runs a ``Matcher`` beside the token loop; the observer's ``Subscriber``.
-
-    Publishing appends to a queue. What the matcher raises is raised again by the next ``drain`` or
-    ``check``: a search that failed must not go unseen, though no token depends on it.
-    """
-
-    def __init__(self, matcher: Matcher, layers: Sequence[MoELayer]) -> None:
-        self._matcher = matcher
-        self._layers = layers
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="finemoe-matcher", daemon=True)
-        self._thread.start()
-
-    def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
-        def handle() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            self._matcher.begin(iteration, embeddings.numpy())
-
-        self._events.put(handle)
-
-    def decide(self, layer: int, scores: torch.Tensor | None, ids: np.ndarray, weights: torch.Tensor) -> None:
-        def handle() -> None:
-            if scores is None:
-                spread = weights.float().cpu().numpy()
-                self._matcher.observe(layer, routed_distribution(ids, spread, self._layers[layer].num_experts))
-            else:
-                self._matcher.observe(layer, to_probabilities(self._layers[layer], scores).numpy())
-
-        self._events.put(handle)
-
-    def drain(self) -> None:
-        """Wait until everything published so far has been handled."""
-        done = threading.Event()
-        self._events.put(done.set)
-        done.wait()
-        self.check()
-
-    def check(self) -> None:
-        """Raise what the matcher failed with, once."""
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        if isinstance(failure, FinemoeError):
-            raise failure
-        raise RuntimeError("the expert-map matcher failed") from failure
-
-    def close(self) -> None:
-        """Handle what is queued, then stop; idempotent."""
-        self._events.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (handle := self._events.get()) is not None:
-            try:
-                handle()
-            except BaseException as failure:  # kept for ``check``; the thread goes on serving drains
-                self._failure = failure

@@ -72,7 +72,9 @@ class Subscriber(Protocol):
         """The mean input embedding of each row, [B, h] in host memory once ``arrived`` (None: already) has passed."""
         ...
 
-    def decide(self, layer: int, scores: torch.Tensor | None, ids: np.ndarray, weights: torch.Tensor) -> None:
+    def decide(
+        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+    ) -> None:
         """A gate's scores [T, J] (None where the family's router is not observable), ids and weights [T, K]."""
         ...
 
@@ -113,7 +115,7 @@ class GateObserver:
         assert self._iteration is not None
         return self._iteration.number * len(self._layers) + layer
 
-    def decide(self, layer: int, ids: np.ndarray, weights: torch.Tensor) -> np.ndarray | None:
+    def decide(self, layer: int, ids: np.ndarray | Sequence[int], weights: torch.Tensor) -> np.ndarray | None:
         """Publish a layer whose routed ids [T, K] have reached the host; return the rows that count, None for all."""
         if self._subscriber is not None:
             # On CUDA the scores were sent before the ids, on the same stream: they have arrived with them.

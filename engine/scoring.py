@@ -79,12 +79,13 @@ def _calls(tree: ast.AST) -> set[str]:
 
 
 def softmax(scores: torch.Tensor) -> torch.Tensor:
-    return scores.softmax(dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32)
 
 
 def normalize(scores: torch.Tensor) -> torch.Tensor:
+    scores = scores.float()
     return scores / scores.sum(dim=-1, keepdim=True)
 
 
 def _normalized(function: ScoreFunction) -> ScoreFunction:
-    return lambda scores: normalize(function(scores))
+    return lambda scores: normalize(function(scores.float()))

@@ -21,10 +21,12 @@ def select_experts(probabilities: np.ndarray, threshold: float, minimum: int) ->
     Returns:
         Expert ids by falling probability; equal probabilities by rising id.
     """
-    order = np.argsort(-probabilities, kind="stable")
-    reached = np.cumsum(probabilities[order], dtype=np.float64)
-    smallest = int(np.searchsorted(reached, threshold, side="left")) + 1
-    return order[: min(max(smallest, minimum), len(order))]
+    order = (-probabilities).argsort(kind="stable")
+    likeliest = probabilities[order]
+    if likeliest[:minimum].sum(dtype=np.float64) >= threshold:
+        return order[:minimum]
+    smallest = int(likeliest.cumsum(dtype=np.float64).searchsorted(threshold)) + 1
+    return order[:smallest]
 
 
 def prefetch_priority(probability: float, distance: int) -> float:

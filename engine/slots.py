@@ -38,10 +38,12 @@ class DeviceSlots:
         size = slot_bytes(host)
         self.count = count
         self.nbytes = count * size
-        self._host = host
         arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
         start = -arena.data_ptr() % _ALIGNMENT
         self._arena = arena[start : start + self.nbytes].view(count, size)
+        self._layouts = [host.layout(layer) for layer in range(host.layers)]
+        # Layers of equal layout share their views, or a slot that wanders through the layers makes new ones each time.
+        self._layout_ids = [self._layouts.index(layout) for layout in self._layouts]
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
     def bytes_of(self, slot: int, start: int, stop: int) -> torch.Tensor:
@@ -50,8 +52,8 @@ class DeviceSlots:
 
     def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
         """The slot's bytes as the named tensors of one of ``layer``'s experts."""
-        views = self._views.get((slot, layer))
+        name = (slot, self._layout_ids[layer])
+        views = self._views.get(name)
         if views is None:
-            views = self._host.layout(layer).views(self._arena[slot])
-            self._views[slot, layer] = views
+            views = self._views[name] = self._layouts[layer].views(self._arena[slot])
         return views

@@ -42,6 +42,10 @@ class TransferQueue:
         return len(self._decided) + len(self._prefetches)
 
     @property
+    def has_prefetches(self) -> bool:
+        return bool(self._prefetches)
+
+    @property
     def paused(self) -> bool:
         """Whether prefetching waits for decided loads."""
         return bool(self._decided or self._in_progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,16 +15,8 @@ from engine.host_experts import HostExperts
 from engine.links import CHUNK_BYTES, Link
 from engine.slots import DeviceSlots
 from engine.steps import Traffic
+from engine.traffic_meter import TrafficMeter
 from engine.transfer_queue import Prefetch, TransferQueue
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the experts one layer needs stood when its gate had decided."""
-
-    resident: list[int]
-    loading: list[int]
-    absent: list[int]
 
 
 class TransferEngine:
@@ -42,10 +33,14 @@ class TransferEngine:
         self._slots = slots
         self._link = link
         self._queue = TransferQueue()
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        # Two conditions on one lock: a wakeup costs the token loop its turn, so each wakes only whom it concerns.
+        self._arrived = threading.Condition(lock)
+        self._work = threading.Condition(lock)
+        self._copy_paused = False
         self._urgent: set[int] = set()
         self._now = -1
-        self._traffic = Traffic()
+        self._meter = TrafficMeter()
         self._failure: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._carry_out_prefetches, name="finemoe-copy", daemon=True)
@@ -54,21 +49,23 @@ class TransferEngine:
     @property
     def traffic(self) -> Traffic:
         """Totals since the engine started; stalls on CUDA are added at the end of a step."""
-        return self._traffic
+        return self._meter.read()
 
     def settle_stalls(self) -> None:
         """Add the stalls the device measured. Call when the device is idle, as after reading a token."""
-        self._traffic += Traffic(stall_seconds=self._link.take_stall_seconds())
+        self._meter.stall_seconds += self._link.take_stall_seconds()
 
     def offer(self, prefetches: Sequence[Prefetch]) -> None:
-        """Queue loads ahead of time; those resident or on their way are dropped when their turn comes."""
-        with self._changed:
-            self._queue.offer(prefetches)
-            self._changed.notify_all()
+        """Queue loads ahead of time of experts that are neither resident nor on their way."""
+        with self._work:
+            absent = [p for p in prefetches if self.cache.slot(p.key) < 0]
+            if absent:
+                self._queue.offer(absent)
+                self._work.notify()
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """Tell the eviction rule the matched probabilities, flattened to [L * J]."""
-        with self._changed:
+        with self._work:
             self.cache.rule.record_guidance(probabilities)
 
     def serve(
@@ -85,54 +82,65 @@ class TransferEngine:
             position: ``iteration * L + layer``.
         """
         base = layer * self._host.experts
+        pinned: list[int] = []
         used: list[int] = []
-        with self._changed:
-            if self._failure is not None:
-                raise TransferError(f"copying experts to the device failed: {self._failure}") from self._failure
-            plan = self._plan(base, experts)
+        with self._work:
+            self._check()
             self._now = position
-            self._count(plan, base, counted)
-            self._urgent.update(plan.loading)
-            self._queue.decide(plan.absent)
-            claims = self._claim()
-            if plan.loading:
-                self._changed.notify_all()
+            resident, waiting, absent = self._plan(base, experts, counted)
+            pinned += resident + waiting
+            claims = self._claim(pinned) if absent else []
         try:
-            self._load(claims)
-            for key in plan.resident:
+            if claims:
+                self._load(claims, pinned)
+            for key in resident:
                 used.append(key)
                 yield key - base, self._tensors(key, layer)
-            waiting = [claim.key for claim in claims] + plan.loading
-            while waiting or (waiting := self._make_room(used)):
+            waiting = [claim.key for claim in claims] + waiting
+            while waiting or (waiting := self._make_room(used, pinned)):
                 key = waiting.pop(0)
                 self._await(key)
                 used.append(key)
                 yield key - base, self._tensors(key, layer)
         finally:
-            self._leave(used)
+            self._leave(used, pinned)
 
-    def _plan(self, base: int, experts: Sequence[int]) -> _Plan:
-        plan = _Plan([], [], [])
+    def _plan(
+        self, base: int, experts: Sequence[int], counted: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Keys that are resident, loading and absent; counts them, pins what holds a slot, queues the rest."""
+        resident: list[int] = []
+        loading: list[int] = []
+        absent: list[int] = []
+        by_residency = {Residency.RESIDENT: resident, Residency.LOADING: loading, Residency.ABSENT: absent}
         for expert in experts:
-            key = base + expert
-            residency = self.cache.residency(key)
-            if residency is Residency.ABSENT:
-                plan.absent.append(key)
-                continue
+            by_residency[self.cache.residency(base + expert)].append(base + expert)
+        keys = [base + expert for expert in counted]
+        whole = len(keys) == len(experts)
+        self._meter.hits += len(resident) if whole else len(set(keys).intersection(resident))
+        self._meter.late += len(loading) if whole else len(set(keys).intersection(loading))
+        self._meter.misses += len(absent) if whole else len(set(keys).intersection(absent))
+        self.cache.record_use(keys)
+        for key in resident:
             self.cache.pin(key)
-            (plan.resident if residency is Residency.RESIDENT else plan.loading).append(key)
-        return plan
+        for key in loading:
+            self.cache.pin(key)
+            self._hurry(key)
+        if absent:
+            self._queue.decide(absent)
+        return resident, loading, absent
 
-    def _count(self, plan: _Plan, base: int, counted: Sequence[int]) -> None:
-        keys = {base + expert for expert in counted}
-        self.cache.record_use(np.fromiter(keys, dtype=np.int64, count=len(keys)))
-        self._traffic += Traffic(
-            hits=len(keys.intersection(plan.resident)),
-            late=len(keys.intersection(plan.loading)),
-            misses=len(keys.intersection(plan.absent)),
-        )
+    def _hurry(self, key: int) -> None:
+        """Let a transfer under way finish although prefetching is paused."""
+        self._urgent.add(key)
+        if self._copy_paused:
+            self._work.notify()
 
-    def _claim(self) -> list[Reservation]:
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TransferError(f"copying an expert ahead of time failed: {self._failure}") from self._failure
+
+    def _claim(self, pinned: list[int]) -> list[Reservation]:
         """Slots for as many decided loads as can have one now, pinned."""
         claims: list[Reservation] = []
         while (key := self._queue.next_decided()) is not None:
@@ -141,13 +149,12 @@ class TransferEngine:
                 self._queue.postpone(key)
                 break
             self.cache.pin(key)
+            pinned.append(key)
             self._count_eviction(reservation)
             claims.append(reservation)
         return claims
 
-    def _load(self, claims: Sequence[Reservation]) -> None:
-        if not claims:
-            return
+    def _load(self, claims: Sequence[Reservation], pinned: list[int]) -> None:
         start = time.perf_counter()
         moved = 0
         try:
@@ -156,57 +163,64 @@ class TransferEngine:
                 self._link.load(layer, expert, claim.slot)
                 moved += self._host.layout(layer).nbytes
         except BaseException:
-            with self._changed:
+            with self._work:
                 for claim in claims:
                     self.cache.release(claim.key)
+                    pinned.remove(claim.key)
             raise
-        seconds = time.perf_counter() - start
-        with self._changed:
+        with self._work:
             for claim in claims:
                 self.cache.commit(claim.key)
                 self._queue.finish(claim.key)
-            self._traffic += Traffic(bytes_on_demand=moved, stall_seconds=seconds)
-            self._changed.notify_all()
+            self._meter.bytes_on_demand += moved
+            self._meter.stall_seconds += time.perf_counter() - start
+            self._resume()
+
+    def _resume(self) -> None:
+        """Wake the copy thread if it has something to do that a decided load kept it from."""
+        if not self._queue.paused and (self._copy_paused or self._queue.has_prefetches):
+            self._work.notify()
 
     def _await(self, key: int) -> None:
-        with self._changed:
+        with self._arrived:
             if self.cache.residency(key) is Residency.RESIDENT:
                 return
             start = time.perf_counter()
             while self.cache.residency(key) is not Residency.RESIDENT:
-                if self._failure is not None:
-                    raise TransferError(f"copying an expert ahead failed: {self._failure}") from self._failure
-                self._changed.wait()
-            self._traffic += Traffic(stall_seconds=time.perf_counter() - start)
+                self._check()
+                self._arrived.wait()
+            self._meter.stall_seconds += time.perf_counter() - start
 
-    def _make_room(self, used: list[int]) -> list[int]:
+    def _make_room(self, used: list[int], pinned: list[int]) -> list[int]:
         """Load the decided experts that found no slot, into the slots of those already computed."""
-        with self._changed:
+        with self._arrived:
             if not self._queue.paused:
                 return []
             self._link.release([self.cache.slot(key) for key in used])
-            for key in used:
+            for key in pinned:
                 self.cache.unpin(key)
             used.clear()
-            claims = self._claim()
+            pinned.clear()
+            claims = self._claim(pinned)
             while not claims:
                 # Every slot awaits a prefetch: let those finish, paused or not, to have one to evict.
-                self._urgent.update(self.cache.loading_keys())
-                self._changed.notify_all()
-                self._changed.wait()
-                if self._failure is not None:
-                    raise TransferError(f"copying an expert ahead failed: {self._failure}") from self._failure
-                claims = self._claim()
-        self._load(claims)
+                for key in self.cache.loading_keys():
+                    self._hurry(key)
+                self._arrived.wait()
+                self._check()
+                claims = self._claim(pinned)
+        self._load(claims, pinned)
         return [claim.key for claim in claims]
 
-    def _leave(self, used: Sequence[int]) -> None:
-        with self._changed:
+    def _leave(self, used: Sequence[int], pinned: Sequence[int]) -> None:
+        with self._work:
             self._link.release([self.cache.slot(key) for key in used])
-            self.cache.unpin_all()
+            for key in pinned:
+                self.cache.unpin(key)
             self._urgent.clear()
-            self._queue.drop_decided()
-            self._changed.notify_all()
+            if self._queue.paused:
+                self._queue.drop_decided()
+                self._resume()
 
     def _tensors(self, key: int, layer: int) -> dict[str, torch.Tensor]:
         slot = self.cache.slot(key)
@@ -215,25 +229,24 @@ class TransferEngine:
 
     def _count_eviction(self, reservation: Reservation) -> None:
         if reservation.evicted is not None and reservation.evicted_unused:
-            layer = reservation.evicted // self._host.experts
-            self._traffic += Traffic(bytes_wasted=self._host.layout(layer).nbytes)
+            self._meter.bytes_wasted += self._host.layout(reservation.evicted // self._host.experts).nbytes
 
     def _carry_out_prefetches(self) -> None:
         try:
             while (reservation := self._next_prefetch()) is not None:
                 self._prefetch(reservation)
         except BaseException as failure:  # handed to the token loop, which raises it
-            with self._changed:
+            with self._arrived:
                 self._failure = failure
-                self._changed.notify_all()
+                self._arrived.notify()
 
     def _next_prefetch(self) -> Reservation | None:
         """Wait for a prefetch that gets a slot; None once the engine closes."""
-        with self._changed:
+        with self._work:
             while not self._closing:
                 prefetch = self._queue.next_prefetch(self._now, self._is_absent)
                 if prefetch is None:
-                    self._changed.wait()
+                    self._work.wait()
                     continue
                 value = self.cache.rule.speculative_value(prefetch.key, prefetch.probability)
                 reservation = self.cache.reserve(prefetch.key, value)
@@ -243,24 +256,26 @@ class TransferEngine:
         return None
 
     def _is_absent(self, key: int) -> bool:
-        return self.cache.residency(key) is Residency.ABSENT
+        return self.cache.slot(key) < 0
 
     def _prefetch(self, reservation: Reservation) -> None:
         layer, expert = divmod(reservation.key, self._host.experts)
         size = self._host.layout(layer).nbytes
         for start in range(0, size, CHUNK_BYTES):
-            with self._changed:
+            with self._work:
                 while self._queue.paused and reservation.key not in self._urgent and not self._closing:
-                    self._changed.wait()
+                    self._copy_paused = True
+                    self._work.wait()
+                self._copy_paused = False
             self._link.load_part(layer, expert, reservation.slot, start, min(start + CHUNK_BYTES, size))
-        with self._changed:
+        with self._arrived:
             self.cache.commit(reservation.key)
-            self._traffic += Traffic(bytes_prefetched=size)
-            self._changed.notify_all()
+            self._meter.bytes_prefetched += size
+            self._arrived.notify()
 
     def close(self) -> None:
         """Stop the copy thread; idempotent."""
-        with self._changed:
+        with self._work:
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify()
         self._thread.join()

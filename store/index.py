@@ -272,6 +272,13 @@ class PrefixScan:
         rows = len(self._dots)
         layer_probabilities = np.asarray(probabilities, np.float32)
         self._observed.append(layer_probabilities)
+        if len(layer_probabilities) == 1:
+            # One sequence is the common case and a layer is short: a product with a vector, and few calls.
+            query = layer_probabilities[0]
+            self._dots[:, 0] += index._maps[layer, :rows].dot(query)
+            self._squares[0] += query.dot(query)
+            length = float(self._squares[0]) ** 0.5
+            return (self._dots[:, 0] * index._inverse_norms[layer, :rows] * (1 / length if length else 0.0))[None]
         self._dots += index._maps[layer, :rows] @ layer_probabilities.T
         self._squares += np.einsum("bj,bj->b", layer_probabilities, layer_probabilities)
         scores = self._dots * index._inverse_norms[layer, :rows, None]

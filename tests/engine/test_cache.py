@@ -79,14 +79,9 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.cache.unpin(key)
 
-    @rule()
-    def unpin_all(self) -> None:
-        self.cache.unpin_all()
-        self.pinned.clear()
-
     @rule(keys=st.lists(st.integers(0, KEYS - 1), max_size=KEYS, unique=True))
     def use(self, keys: list[int]) -> None:
-        self.cache.record_use(np.array(keys, dtype=np.int64))
+        self.cache.record_use(keys)
 
     @rule(weights=st.lists(st.floats(0, 1), min_size=KEYS, max_size=KEYS))
     def guide(self, weights: list[float]) -> None:
@@ -123,7 +118,7 @@ def test_equal_values_leave_by_least_recent_use() -> None:
     cache = ExpertCache(4, 2, ProbabilityFrequency(4))
     load(cache, 0)
     load(cache, 1)
-    cache.record_use(np.array([0]))
+    cache.record_use([0])
     reservation = cache.reserve(2)
     assert reservation is not None and reservation.evicted == 1
 
@@ -134,6 +129,6 @@ def test_a_prefetched_expert_evicted_before_its_use_is_reported_unused() -> None
     unused = cache.reserve(1)
     assert unused is not None and unused.evicted_unused
     cache.commit(1)
-    cache.record_use(np.array([1]))
+    cache.record_use([1])
     used = cache.reserve(2)
     assert used is not None and not used.evicted_unused

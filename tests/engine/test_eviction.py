@@ -17,7 +17,7 @@ def test_probability_frequency_orders_as_the_papers_priority(weights: list[float
     rule = ProbabilityFrequency(5)
     frequency = np.ones(5)
     for layer in uses:
-        rule.record_use(np.array(layer))
+        rule.record_use(layer)
         frequency[layer] += 1
     probabilities = np.array(weights)
     rule.record_guidance(probabilities)
@@ -31,14 +31,15 @@ def test_probability_frequency_orders_as_the_papers_priority(weights: list[float
 
 def test_an_expert_without_probability_goes_first_without_dividing_by_zero() -> None:
     rule = ProbabilityFrequency(3)
-    rule.record_use(np.array([0, 0, 1]))
+    rule.record_use([0, 1])
+    rule.record_use([0])
     rule.record_guidance(np.array([0.0, 0.5, 0.5]))
     assert rule.values(np.array([0, 1, 2])).tolist() == [0.0, 1.0, 0.5]
 
 
 def test_a_speculative_load_is_valued_on_the_same_scale() -> None:
     rule = ProbabilityFrequency(2)
-    rule.record_use(np.array([1]))
+    rule.record_use([1])
     rule.record_guidance(np.array([0.4, 0.6]))
     assert rule.speculative_value(1, 0.6) == rule.values(np.array([1]))[0]
 
@@ -47,7 +48,7 @@ def test_a_speculative_load_is_valued_on_the_same_scale() -> None:
 def test_lru_evicts_what_was_used_longest_ago(uses: list[int]) -> None:
     rule = LeastRecentlyUsed(7)
     for key in uses:
-        rule.record_use(np.array([key]))
+        rule.record_use([key])
     held = sorted(set(uses))
     oldest = min(held, key=lambda key: len(uses) - 1 - uses[::-1].index(key))
     assert held[int(np.argmin(rule.values(np.array(held))))] == oldest

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.errors import FinemoeError
-from engine.matcher import Matcher, MatcherThread, reduce_tokens, routed_distribution
+from engine.matcher import Matcher, reduce_tokens, routed_distribution
+from engine.matcher_thread import MatcherThread
 from engine.observer import Iteration, SequenceState, mean_embeddings
 from engine.records import IterationRecord
 from engine.transfer_queue import Prefetch
@@ -163,6 +164,41 @@ def test_padding_and_ended_rows_enter_no_map_and_no_embedding() -> None:
     assert not means[1].any()
 
 
+@pytest.mark.parametrize("guiding", [True, False])
+def test_the_thread_hands_over_whole_iterations_whether_or_not_it_guides(guiding: bool) -> None:
+    rng = np.random.default_rng(9)
+    index = ResidentIndex(L, J, H, capacity=8, distance=3)
+    layers = fake_layers()
+    thread = MatcherThread(Matcher(index, layers, GuidanceRecorder(), 3), layers, guiding)
+    scores = torch.randn(L, 3, J)
+    states = (SequenceState(0, 7, 0, "a", 1), SequenceState(2, 9, 0, "c", 1))
+    embeddings = torch.tensor(rng.normal(size=(3, H)), dtype=torch.float32)
+    thread.begin(Iteration(0, "decode", 3, 1, states), embeddings, None)
+    for layer in range(L):
+        hidden = scores[layer] if layer != 2 else None
+        thread.decide(layer, hidden, np.array([[0, 1]] * 3), torch.tensor([[0.75, 0.25]] * 3))
+    thread.drain()
+    thread.close()
+    expected = scores.softmax(-1).numpy()
+    expected[2] = [0.75, 0.25, *[0.0] * (J - 2)]
+    assert len(index) == 2
+    for place, row in enumerate((0, 2)):
+        assert np.allclose(index.probabilities(place), expected[:, row], atol=1e-3)
+
+
+def test_vectors_without_a_cosine_are_not_published() -> None:
+    rng = np.random.default_rng(10)
+    index = ResidentIndex(L, J, H, capacity=8, distance=3)
+    matcher = Matcher(index, fake_layers(), GuidanceRecorder(), 3)
+    embeddings = rng.normal(size=(3, H)).astype(np.float32)
+    embeddings[0] = 0
+    maps = np.stack([random_map(rng, 3) for _ in range(L)])
+    maps[1, 2] = np.nan
+    matcher.record(make_iteration(0, 3), embeddings, maps)
+    assert len(index) == 1
+    assert np.allclose(index.probabilities(0), maps[:, 1], atol=1e-3)
+
+
 def test_routing_weights_stand_in_for_an_unseen_router() -> None:
     spread = routed_distribution(np.array([[1, 3], [0, 2]]), np.array([[0.5, 1.5], [0.0, 0.0]]), 4)
     assert np.allclose(spread, [[0, 0.25, 0, 0.75], [0.25, 0.25, 0.25, 0.25]])
@@ -176,7 +212,7 @@ def test_the_thread_reports_a_failed_search_and_goes_on() -> None:
     rng = np.random.default_rng(8)
     library = FailingLibrary(L, J, H, capacity=8, distance=3)
     library.publish([record(rng, 0)])
-    thread = MatcherThread(Matcher(library, fake_layers(), GuidanceRecorder(), 3), fake_layers())
+    thread = MatcherThread(Matcher(library, fake_layers(), GuidanceRecorder(), 3), fake_layers(), guiding=True)
     thread.begin(make_iteration(0, 1), torch.randn(1, H), None)
     with pytest.raises(FinemoeError, match="broken"):
         thread.drain()

@@ -1,0 +1,120 @@
+"""Running a matcher beside the token loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.errors import FinemoeError
+from engine.families import MoELayer, to_probabilities
+from engine.matcher import Matcher, routed_distribution
+from engine.observer import Iteration
+
+
+class MatcherThread:
+    """The observer's ``Subscriber``: publishing appends to a queue, a thread searches.
+
+    What the matcher raises is raised again by the next ``drain`` or ``check``: a search that failed must
+    not go unseen, though no token depends on it.
+
+    Args:
+        guiding: False where every expert is resident anyway. Then an iteration is handed over as one event
+            when it ends: each event costs the token loop a switch between threads.
+    """
+
+    def __init__(self, matcher: Matcher, layers: Sequence[MoELayer], guiding: bool) -> None:
+        self._matcher = matcher
+        self._layers = layers
+        self._guiding = guiding
+        self._uniform = len({(layer.score_function, layer.num_experts) for layer in layers}) == 1
+        self._gates: list[_Gate] = []
+        self._opening: Callable[[], tuple[Iteration, np.ndarray]] | None = None
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="finemoe-matcher", daemon=True)
+        self._thread.start()
+
+    def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        def open_iteration() -> tuple[Iteration, np.ndarray]:
+            if arrived is not None:
+                arrived.synchronize()
+            return iteration, embeddings.numpy()
+
+        if self._guiding:
+            self._events.put(lambda: self._matcher.begin(*open_iteration()))
+        else:
+            self._opening = open_iteration
+            self._gates = []
+
+    def decide(
+        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+    ) -> None:
+        gate = _Gate(self._layers[layer], scores, ids, weights)
+        if self._guiding:
+            self._events.put(lambda: self._matcher.observe(layer, gate.probabilities()))
+            return
+        self._gates.append(gate)
+        if layer == len(self._layers) - 1 and self._opening is not None:
+            opening, gates = self._opening, self._gates
+            self._opening = None
+            self._events.put(lambda: self._matcher.record(*opening(), self._stack(gates)))
+
+    def _stack(self, gates: Sequence[_Gate]) -> np.ndarray:
+        """Distributions [L, T, J] of a whole iteration, in one operation where the layers allow it."""
+        scores = [gate.scores for gate in gates if gate.scores is not None]
+        if self._uniform and len(scores) == len(gates):
+            return to_probabilities(self._layers[0], torch.stack(scores)).numpy()
+        return np.stack([gate.probabilities() for gate in gates])
+
+    def drain(self) -> None:
+        """Wait until everything published so far has been handled."""
+        done = threading.Event()
+        self._events.put(done.set)
+        done.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the matcher failed with, once."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        if isinstance(failure, FinemoeError):
+            raise failure
+        raise RuntimeError("the expert-map matcher failed") from failure
+
+    def close(self) -> None:
+        """Handle what is queued, then stop; idempotent."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (handle := self._events.get()) is not None:
+            try:
+                handle()
+            except BaseException as failure:  # kept for ``check``; the thread goes on serving drains
+                self._failure = failure
+
+
+class _Gate:
+    """What one layer's gate decided, in the tensors the forward pass had anyway."""
+
+    __slots__ = ("_ids", "_layer", "_weights", "scores")
+
+    def __init__(
+        self, layer: MoELayer, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+    ) -> None:
+        self._layer = layer
+        self._ids = ids
+        self._weights = weights
+        self.scores = scores
+
+    def probabilities(self) -> np.ndarray:
+        """float32 [T, J]; where the router cannot be observed, the routing weights stand in."""
+        if self.scores is not None:
+            return to_probabilities(self._layer, self.scores).numpy()
+        weights = self._weights.float().cpu().numpy()
+        return routed_distribution(np.reshape(self._ids, weights.shape), weights, self._layer.num_experts)

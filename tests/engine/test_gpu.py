@@ -1,0 +1,82 @@
+"""The engine on a CUDA device: the same bits as transformers eager on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.budget import ExpertBudget
+from engine.cache import ExpertCache
+from engine.engine import Engine
+from engine.eviction import LeastRecentlyUsed, ProbabilityFrequency
+from engine.host_experts import ExpertLayout, HostExperts
+from engine.links import open_link
+from engine.slots import DeviceSlots
+from engine.source import resolve_model
+from engine.transfer_queue import Prefetch
+from engine.transfers import TransferEngine
+from store.index import ResidentIndex
+from tests.engine.reference import SHARED, assert_identical, engine_answer, load_reference, reference_answer
+from tests.engine.test_lossless import TEXT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+L, J = 4, 8
+
+
+@pytest.mark.parametrize("name", ["demo", "mini-qwen1.5-moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_and_ids_equal_eager_on_the_device(name: str, dtype: str) -> None:
+    if name != "demo" and not (SHARED / "models" / name).is_dir():
+        pytest.skip("the folder of trained miniatures is not here")
+    source = resolve_model(name if name == "demo" else str(SHARED / "models" / name))
+    shape = source.fingerprint
+    reference = load_reference(source.folder, getattr(torch, dtype), "cuda")
+    library = ResidentIndex(shape.layers, shape.experts, shape.hidden_size, capacity=500, distance=3)
+    for cache in ("10%", "25%", "100%"):
+        for guided in (library, None):
+            budget = ExpertBudget.parse(cache)
+            with Engine.open(source, cache=budget, device="cuda", dtype=dtype, library=guided) as engine:
+                ids = engine.encode_text(TEXT * 40)
+                pad = engine.tokenizer.pad_token_id
+                for batch in ([ids[:1]], [ids[:300]], [ids[:1], ids[1:41], ids[2:302], ids[3:43]]):
+                    expected = reference_answer(reference, batch, 64, pad)
+                    assert_identical(engine_answer(engine, batch, 64), expected)
+                engine.drain()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("slots", [2, 5, L * J])
+def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: int, pinned: bool) -> None:
+    """Large experts filled with their own number, short kernels, every transfer racing the computation."""
+    size = 6 * 2**20
+    layout = ExpertLayout.pack({"up_proj": ((size // 4,), torch.float32)})
+    host = HostExperts([layout] * L, J)
+    for layer in range(L):
+        for expert in range(J):
+            layout.views(host.buffer(layer, expert))["up_proj"].fill_(layer * J + expert + 1)
+    if pinned:
+        host.pin()
+        assert host.pinned
+    device = torch.device("cuda")
+    memory = DeviceSlots(host, slots, device)
+    for slot in range(slots):
+        memory.bytes_of(slot, 0, size).fill_(255)
+    rule = ProbabilityFrequency(L * J) if slots > 2 else LeastRecentlyUsed(L * J)
+    transfers = TransferEngine(host, memory, ExpertCache(L * J, slots, rule), open_link(host, memory, device))
+    random = torch.Generator().manual_seed(slots)
+    results, expected = [], []
+    for position in range(400):
+        layer = position % L
+        experts = sorted(set(torch.randint(0, J, (3,), generator=random).tolist()))
+        ahead = torch.randint(0, J, (4,), generator=random).tolist()
+        transfers.offer([Prefetch(((layer + 1) % L) * J + e, position + 1, 0.5) for e in ahead])
+        for expert, tensors in transfers.serve(layer, experts, experts, position):
+            view = tensors["up_proj"]
+            results.append(torch.stack([view.min(), view.max(), view[-1]]))
+            expected.append(layer * J + expert + 1)
+    values = torch.stack(results).cpu()
+    assert (values == torch.tensor(expected, dtype=torch.float32)[:, None]).all()
+    transfers.settle_stalls()
+    assert transfers.traffic.stall_seconds > 0
+    transfers.close()
