@@ -65,6 +65,11 @@ class ExpertBudget:
             raise BudgetError(f"the expert budget {text} is less than one byte; give {ACCEPTED}")
         return cls(text, size=size)
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the budget waits for the device's free memory."""
+        return self.size is None and self.share is None
+
     def resolve(self, total_bytes: int, free_bytes: int | None) -> int:
         """Turn the budget into bytes for one model on one device.
 

@@ -53,10 +53,13 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    admit: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a model with its dense part on ``device`` and its experts in host memory (page-locked for CUDA).
 
     ``dtype`` None keeps the checkpoint's. ``progress(bytes_done, bytes_total)`` is called from this thread.
+    ``admit(expert_bytes, experts)``, the largest expert's bytes and the number of experts of all layers, is called
+    before anything is read and may raise to refuse the model.
     Raises CheckpointError if any tensor, dense or expert, is missing, unexpected or of another shape, and
     DeviceError if the dense part does not fit the device.
     """
@@ -70,6 +73,8 @@ def load_model(
     layouts = [
         ExpertLayout.pack({p.name: (p.shape, p.dtype) for p in planned if p.layer == layer.index}) for layer in layers
     ]
+    if admit is not None:
+        admit(max(layout.nbytes for layout in layouts), len(layouts) * layers[0].num_experts)
     expert_bytes = sum(layout.nbytes for layout in layouts) * layers[0].num_experts
     total = sum(parameter.nbytes for parameter in _dense_tensors(skeleton, planned)) + expert_bytes
     report = progress or (lambda done, of: None)

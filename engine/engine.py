@@ -51,16 +51,22 @@ class Engine:
         self.dtype = choose_dtype(dtype, source.config)
         self.fingerprint = source.fingerprint
         self.context_length = source.context_length
-        loaded = load_model(source, self.device, self.dtype, progress)
+        top_k = source.fingerprint.top_k
+
+        def admit(expert_bytes: int, experts: int) -> None:
+            if not cache.is_automatic:
+                budget = cache.resolve(experts * slot_bytes(expert_bytes), None)
+                slots_within(budget, expert_bytes, experts, top_k)
+
+        loaded = load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
-        self.expert_bytes = slot_bytes(host)
+        self.expert_bytes = slot_bytes(host.expert_bytes)
         self.total_expert_bytes = host.layers * host.experts * self.expert_bytes
         self.budget_bytes = cache.resolve(self.total_expert_bytes, free_bytes(self.device))
-        top_k = max(layer.top_k for layer in loaded.layers)
-        self.slots = slots_within(self.budget_bytes, host, top_k)
         keys = host.layers * host.experts
+        self.slots = slots_within(self.budget_bytes, host.expert_bytes, keys, top_k)
         rule: EvictionRule = LeastRecentlyUsed(keys) if library is None else ProbabilityFrequency(keys)
         slots = DeviceSlots(host, self.slots, self.device)
         self._transfers = TransferEngine(

@@ -10,19 +10,19 @@ from engine.host_experts import HostExperts
 _ALIGNMENT = 256
 
 
-def slot_bytes(host: HostExperts) -> int:
+def slot_bytes(expert_bytes: int) -> int:
     """Bytes of one slot: the largest expert, rounded up so that every slot starts aligned for any kernel."""
-    return -(-host.expert_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-expert_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def slots_within(budget_bytes: int, host: HostExperts, top_k: int) -> int:
-    """How many slots a budget in bytes pays for, at most one an expert of the model.
+def slots_within(budget_bytes: int, expert_bytes: int, experts: int, top_k: int) -> int:
+    """How many slots a budget in bytes pays for, at most one for each of the model's ``experts``.
 
     Raises:
         BudgetError: the budget does not hold the K experts one token needs in one layer.
     """
-    size = slot_bytes(host)
-    slots = min(budget_bytes // size, host.layers * host.experts)
+    size = slot_bytes(expert_bytes)
+    slots = min(budget_bytes // size, experts)
     if slots < top_k:
         raise BudgetError(
             f"an expert budget of {budget_bytes:,} bytes holds {slots} experts of {size:,} bytes, but a token needs "
@@ -35,7 +35,7 @@ class DeviceSlots:
     """``count`` slots on ``device``; memory is touched as slots are first filled."""
 
     def __init__(self, host: HostExperts, count: int, device: torch.device) -> None:
-        size = slot_bytes(host)
+        size = slot_bytes(host.expert_bytes)
         self.count = count
         self.nbytes = count * size
         arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)

@@ -13,7 +13,7 @@ from engine.errors import PromptError, UsageError
 from finemoe_cli.chat_session import ChatSession
 from finemoe_cli.console import note
 from finemoe_cli.dialogue import Dialogue, check_prompt
-from finemoe_cli.opening import JsonOption, ModelOption, open_engine, open_source, open_store
+from finemoe_cli.opening import JsonOption, ModelOption, describe_budget, open_engine, open_source, open_store
 from finemoe_cli.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def chat(
         max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     with _opened_store(settings, source) as maps, open_engine(settings, source, maps) as engine:
+        note(describe_budget(engine, settings.cache.text))
         dialogue = Dialogue(engine, system, raw)
         session = ChatSession(source.name, engine, maps, dialogue, generation, stream=not no_stream, stats=stats)
         if text is None:

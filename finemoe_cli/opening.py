@@ -75,12 +75,12 @@ def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
 
 
 def open_engine(settings: Settings, source: ModelSource, library: ExpertMapStore | None) -> Engine:
-    """Load the model behind an expert cache, with a progress bar, and say what the budget comes to."""
+    """Load the model behind an expert cache, with a progress bar."""
     from engine.engine import DEFAULT_DISTANCE, Engine
 
     with progress() as display:
         loading = display.add_task(f"loading {source.name}", total=None)
-        engine = Engine.open(
+        return Engine.open(
             source,
             cache=ExpertBudget.parse(settings.cache.text),
             device=settings.device.text,
@@ -89,8 +89,6 @@ def open_engine(settings: Settings, source: ModelSource, library: ExpertMapStore
             distance=DEFAULT_DISTANCE if library is None else library.description.distance,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
         )
-    note(describe_budget(engine, settings.cache.text))
-    return engine
 
 
 def describe_budget(engine: Engine, written: str) -> str:

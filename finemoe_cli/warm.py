@@ -15,6 +15,7 @@ from finemoe_cli.opening import (
     JsonOption,
     ModelOption,
     StoreOption,
+    describe_budget,
     open_engine,
     open_prompt_set,
     open_source,
@@ -119,6 +120,7 @@ def warm(
             if run.completed:
                 note(f"going on after {run.completed} prompts that are done")
             with open_engine(settings, source, maps) as engine, interrupt:
+                note(describe_budget(engine, settings.cache.text))
                 warming = Warming(engine, maps, _greedy(max_new_tokens), batch, counts)
                 _follow(warming.run(chain([first], remaining), interrupt), prompts.count)
         if not interrupt.requested:

@@ -141,6 +141,14 @@ def test_what_cannot_be_opened_is_refused(source: ModelSource) -> None:
         Engine.open(source, cache=ExpertBudget.parse("25%"), device="cpu", distance=0)
 
 
+def test_a_budget_too_small_is_refused_before_the_weights_are_read(source: ModelSource) -> None:
+    told: list[tuple[int, int]] = []
+    for size in ("1000", "1%"):
+        with pytest.raises(BudgetError, match="147,456 bytes"):
+            Engine.open(source, cache=ExpertBudget.parse(size), device="cpu", progress=lambda *done: told.append(done))
+    assert not told
+
+
 def test_closing_gives_the_model_back_unhooked(source: ModelSource) -> None:
     engine = Engine.open(source, cache=ExpertBudget.parse("25%"), device="cpu")
     model = engine._loop._model

@@ -188,10 +188,10 @@ def test_totals_are_what_the_loads_moved(host: HostExperts) -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, J))
 def test_slots_never_exceed_the_budget(host: HostExperts, budget: int, top_k: int) -> None:
-    if budget < top_k * slot_bytes(host):
-        with pytest.raises(BudgetError, match=f"{top_k * slot_bytes(host):,} bytes"):
-            slots_within(budget, host, top_k)
+    if budget < top_k * slot_bytes(host.expert_bytes):
+        with pytest.raises(BudgetError, match=f"{top_k * slot_bytes(host.expert_bytes):,} bytes"):
+            slots_within(budget, host.expert_bytes, L * J, top_k)
         return
-    slots = slots_within(budget, host, top_k)
+    slots = slots_within(budget, host.expert_bytes, L * J, top_k)
     assert top_k <= slots <= L * J
     assert DeviceSlots(host, slots, torch.device("cpu")).nbytes <= budget
