@@ -17,7 +17,6 @@ from engine.records import ExpertMapLibrary, IterationRecord, TrajectoryScan
 from engine.selection import select_experts, selection_threshold
 from engine.transfer_queue import Prefetch
 
-
 CONTEXT_DECAY = 0.3
 """What stays of a sequence's earlier embedding at each decode step.
 
@@ -42,8 +41,8 @@ class Matcher:
     In every iteration each layer is guided once: layers 0..d-1 by the best map for the input's
     embedding, layer l+d by the best map for the gate distributions of layers 0..l. A prefill becomes
     one map, the mean of its tokens' distributions, and one embedding, the mean of theirs; a decode step's
-    embedding mixes its newest token with what went before (``CONTEXT_DECAY``). Several sequences of a batch share one guidance of a
-    layer: an expert's probability is the largest any of their matches gives it.
+    embedding mixes its newest token with what went before (``CONTEXT_DECAY``). Several sequences of a
+    batch share one guidance of a layer: an expert's probability is the largest any of their matches gives it.
     """
 
     def __init__(
