@@ -115,6 +115,13 @@ def test_generation_stops_where_the_context_ends(engine: Engine) -> None:
     assert steps[-1].finished == ("length",)
 
 
+def test_a_full_context_ends_its_own_sequence_only(engine: Engine) -> None:
+    prompts = [(chat(engine, "word") * 800)[:2045], chat(engine, "word")]
+    steps = list(engine.generate(prompts, GenerationSettings(max_new_tokens=6, ignore_eos=True)))
+    assert [len(tokens_of(steps, row)) for row in range(2)] == [3, 6]
+    assert steps[2].finished == ("length", None)
+
+
 def test_prompts_that_cannot_be_answered_are_refused(engine: Engine) -> None:
     with pytest.raises(PromptError, match="no prompt"):
         next(engine.generate([], GenerationSettings()))
