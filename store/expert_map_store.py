@@ -314,13 +314,9 @@ def _check_model(table: MapTable, model: ModelFingerprint, allow_mismatch: bool)
     owner = table.description.fingerprint
     if owner == model or (allow_mismatch and owner.same_shape(model)):
         return
-    hint = (
-        "--allow-mismatch would take it, for L, J and h agree"
-        if owner.same_shape(model)
-        else "L, J or h differ, so its maps cannot serve"
-    )
     raise StoreMismatchError(
-        f"{table.location.uri}: the store belongs to {owner.describe()}, the model is {model.describe()}; {hint}"
+        f"{table.location.uri}: the store belongs to {owner.describe()}, the model is {model.describe()}; "
+        "give --store another place, or none"
     )
 
 

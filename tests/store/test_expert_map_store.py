@@ -243,7 +243,7 @@ def test_another_models_store_is_refused_with_both_named(tmp_path):
         open_store(tmp_path, fingerprint=other, location=str(tmp_path / "shared"))
     assert make_fingerprint().describe() in str(error.value)
     assert other.describe() in str(error.value)
-    assert "--allow-mismatch" in str(error.value)
+    assert "give --store another place" in str(error.value)
     with open_store(tmp_path, fingerprint=other, location=str(tmp_path / "shared"), allow_mismatch=True) as store:
         store.begin_run("chat")
         store.publish(make_records(2, first=50))
