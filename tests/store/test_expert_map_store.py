@@ -253,7 +253,7 @@ def test_another_models_store_is_refused_with_both_named(tmp_path):
 @pytest.mark.parametrize("change", [{"layers": LAYERS + 1}, {"experts": 4}, {"hidden_size": HIDDEN * 2}])
 def test_other_shapes_are_refused_whatever_is_allowed(tmp_path, change):
     warm(tmp_path, 3, location=str(tmp_path / "shared"))
-    with pytest.raises(StoreMismatchError, match="cannot serve"):
+    with pytest.raises(StoreMismatchError, match="the store belongs to"):
         open_store(
             tmp_path,
             fingerprint=make_fingerprint(**change),
