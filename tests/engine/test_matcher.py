@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -234,3 +235,13 @@ def test_the_thread_reports_a_failed_search_and_goes_on() -> None:
         thread.drain()
     thread.drain()
     thread.close()
+
+
+def test_draining_after_the_end_waits_for_nothing() -> None:
+    index = ResidentIndex(L, J, H, capacity=8, distance=3)
+    thread = MatcherThread(Matcher(index, fake_layers(), GuidanceRecorder(), 3), fake_layers(), guiding=True)
+    thread.close()
+    waiting = threading.Thread(target=thread.drain, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
