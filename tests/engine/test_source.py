@@ -83,6 +83,12 @@ def test_a_missing_path_is_called_one(name: str, tmp_path: Path, monkeypatch: py
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/model", "~no-such-user/model"])
+def test_a_path_that_cannot_be_looked_up_is_explained(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="cannot be looked for"):
+        resolve_model(name)
+
+
 def test_a_file_is_no_model() -> None:
     with pytest.raises(ModelNotFoundError, match="is a file; give the folder"):
         resolve_model(str(DEMO / "config.json"))

@@ -333,6 +333,22 @@ def test_nonsense_is_refused_before_anything_is_created(tmp_path, options):
     assert not (tmp_path / "home").exists()
 
 
+def test_a_capacity_no_catalog_can_hold_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="at most 2,147,483,647"):
+        open_store(tmp_path / "home", capacity=2**31)
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("location", [None, "x" * 300])
+def test_a_place_the_system_refuses_is_named(tmp_path, location):
+    (tmp_path / "file").write_text("")
+    home = tmp_path / ("file" if location is None else "home")
+    with pytest.raises(StoreError, match=r"(file|x)/?.*: (Not a directory|File name too long); finemoe needs folders"):
+        open_store(home, location=location)
+    with pytest.raises(StoreNotFoundError, match="no such user"):
+        open_store(home, location="~no-such-user/store")
+
+
 def test_a_distance_beyond_the_layers_is_the_layers(tmp_path):
     with open_store(tmp_path, fingerprint=make_fingerprint(layers=2)) as store:
         assert store.description.distance == 2
