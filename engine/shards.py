@@ -66,8 +66,8 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
             )
         return files
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error}); download it again.") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -182,6 +182,8 @@ def replace_by_folder(folder: Path) -> None:
         (lambda f: truncate(f / "model-00001-of-00002.safetensors", 0), "model-00001.*damaged header"),
         (lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b"\4\0\0\0\0\0\0\0nope"), "damaged header"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json: not a safetensors index"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json: not a safetensors index"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'), "first 5; download"),
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: not a model configuration"),
         (lambda f: edit_config(f, num_attention_heads=None), "config.json: not a configuration of qwen3_moe"),
