@@ -11,7 +11,10 @@ import typer
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from finemoe_cli.console import note, write_table
+from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.opening import ModelOption, open_prompt_set, open_source
 from finemoe_cli.quantities import parse_duration, parse_rate, parse_size, split_list
+from finemoe_cli.settings import load_settings
 from finemoe_cli.tables import OutputFormat, write_records
 
 app = typer.Typer()
@@ -28,11 +31,64 @@ def bench(context: typer.Context) -> None:
 
     \b
     Examples:
+        finemoe bench record routing.parquet --dataset demo --limit 20
         finemoe bench import-trace routing.npz routing.parquet
         finemoe bench replay routing.parquet --hardware h200/gpt-oss
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+@app.command("record")
+def record(
+    target: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Trace to write.")],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            metavar="D",
+            help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file of prompts.",
+        ),
+    ],
+    model: ModelOption = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Take N conversations.", show_default="all"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens to generate a prompt.")
+    ] = 64,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Prompts run together.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", min=0, help="Shuffle the conversations first.", show_default="in order"),
+    ] = None,
+) -> None:
+    """Run a prompt set through the model and write its routing as a trace.
+
+    Every user turn, with the turns before it, is one request; the answers are
+    greedy and thrown away. A row an iteration holds the routed experts of every
+    layer, the gates' distributions and the input's embedding. Ctrl-C keeps the
+    iterations that are done. Device, data type and expert budget come from
+    FINEMOE_DEVICE, FINEMOE_DTYPE and FINEMOE_CACHE or the configuration file. A
+    prompt that leaves no room for the answer loses its beginning.
+
+    \b
+    Examples:
+        finemoe bench record demo.parquet --dataset demo --limit 20
+        finemoe bench record t.parquet --model ./mixtral --dataset lmsys
+    """
+    from finemoe_cli.recording import Recording
+
+    settings = load_settings({"model": model})
+    prompts = open_prompt_set(dataset, limit, seed, None)
+    source = open_source(settings)
+    recording = Recording(settings, source, prompts, max_new_tokens, batch)
+    with Interruptible() as interrupt:
+        iterations = recording.write(target, interrupt)
+    note(f"{target}: {recording.requests} requests, {iterations} iterations of {source.name}")
+    if interrupt.requested:
+        raise KeyboardInterrupt
 
 
 @app.command("import-trace")

@@ -94,3 +94,15 @@ def test_bad_values_are_refused_in_a_line(trace: Path, arguments: tuple[str, str
 def test_policies_are_listed(tmp_path: Path) -> None:
     listed = run_here(tmp_path, "bench", "policies").stdout
     assert [line.split()[0] for line in listed.splitlines()][:2] == ["lru", "lru-layer"]
+
+
+def test_a_recorded_trace_replays_with_semantic_search(tmp_path: Path) -> None:
+    target = str(tmp_path / "demo.parquet")
+    outcome = run_here(
+        tmp_path, "bench", "record", target, "--dataset", "demo", "--limit", "4", "--max-new-tokens", "6"
+    )
+    assert "iterations of" in outcome.stderr
+    cells = ("--policies", "lru,finemoe", "--cache", "50%", "--warm-up", "0", "-o", "json")
+    replayed = run_here(tmp_path, "bench", "replay", target, *cells)
+    assert [r["policy"] for r in json.loads(replayed.stdout)] == ["lru", "finemoe"]
+    assert "no embeddings" not in replayed.stderr
