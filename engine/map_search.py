@@ -7,6 +7,7 @@ hold it to that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,26 +47,37 @@ class Guidance:
 
 
 class MapArchive:
-    """Stored expert maps: those of the decode steps of a trace, at most ``capacity``, evenly taken.
+    """Stored expert maps [n, L, J]: those of the decode steps of a trace, at most ``capacity``, evenly taken.
 
+    Beside each map it keeps what was used in its iteration and in the one that followed, and whose it is.
     The study found maps kept by redundancy no better than an even choice (FINDINGS, finding 3).
     """
 
     def __init__(self, trace: RoutingTrace, capacity: int) -> None:
         decode = trace.decode_only()
+        experts = trace.manifest.experts
         total = decode.iterations
         chosen = np.unique(np.linspace(0, total - 1, min(capacity, total)).round().astype(np.int64))
-        maps, embeddings = [], []
+        maps, embeddings, uses, following, owners = [], [], [], [], []
         first = 0
         for request in decode.requests:
             mine = chosen[(chosen >= first) & (chosen < first + len(request))] - first
             first += len(request)
+            if not len(mine):
+                continue
             part = request.take(mine)
-            if len(part):
-                maps.append(part.maps(trace.manifest.experts))
-                if part.embeddings is not None:
-                    embeddings.append(part.embeddings)
+            maps.append(part.maps(experts))
+            used = request.uses(experts)
+            uses.append(used[mine])
+            # Nothing follows a request's last step: it stands for itself.
+            following.append(used[np.minimum(mine + 1, len(request) - 1)])
+            owners.append(np.full(len(mine), request.request))
+            if part.embeddings is not None:
+                embeddings.append(part.embeddings)
         self.maps = np.concatenate(maps)
+        self.uses = np.concatenate(uses)
+        self.following = np.concatenate(following)
+        self.owners = np.concatenate(owners)
         self.embeddings = _normalized(np.concatenate(embeddings)) if embeddings else None
         self._by_layer = np.ascontiguousarray(self.maps.transpose(1, 2, 0))
         self._inverse_norms = 1.0 / (np.sqrt(np.square(self._by_layer).sum(axis=1).cumsum(axis=0)) + _TINY)
@@ -73,23 +85,33 @@ class MapArchive:
     def __len__(self) -> int:
         return len(self.maps)
 
+    def prefix_cosines(self, maps: np.ndarray) -> Iterator[np.ndarray]:
+        """For each layer the cosines [T, n] of maps [T, L, J] up to it with the stored ones; one array, used again."""
+        inverse = 1.0 / (np.sqrt(np.square(maps).sum(axis=2).cumsum(axis=1)) + _TINY)
+        products = np.zeros((len(maps), len(self)), dtype=np.float32)
+        scratch = np.empty_like(products)
+        for layer in range(maps.shape[1]):
+            products += np.matmul(maps[:, layer], self._by_layer[layer], out=scratch)
+            np.multiply(products, self._inverse_norms[layer], out=scratch)
+            scratch *= inverse[:, layer, None]
+            yield scratch
+
+    def cosines(self, maps: np.ndarray) -> np.ndarray:
+        """Cosines [T, n] of whole maps [T, L, J] with the stored ones."""
+        return _normalized(maps.reshape(len(maps), -1)) @ _normalized(self.maps.reshape(len(self), -1)).T
+
     def search(self, request: TracedRequest, semantic: bool) -> Guidance:
         """The most similar map at the start (by embedding, if both sides have one) and after every gate."""
         maps = request.maps(self.maps.shape[2])
         iterations, layers, _ = maps.shape
         best = np.empty((iterations, layers), dtype=np.int64)
         scores = np.empty((iterations, layers), dtype=np.float32)
-        norms = np.sqrt(np.square(maps).sum(axis=2).cumsum(axis=1)) + _TINY
         for first in range(0, iterations, _BLOCK):
             block = slice(first, first + _BLOCK)
-            products = np.zeros((len(maps[block]), len(self)), dtype=np.float32)
-            scratch = np.empty_like(products)
-            rows = np.arange(len(products))
-            for layer in range(layers):
-                products += np.matmul(maps[block, layer], self._by_layer[layer], out=scratch)
-                cosines = np.multiply(products, self._inverse_norms[layer], out=scratch)
-                best[block, layer] = cosines.argmax(axis=1)
-                scores[block, layer] = cosines[rows, best[block, layer]] / norms[block, layer]
+            for layer, cosines in enumerate(self.prefix_cosines(maps[block])):
+                found = cosines.argmax(axis=1)
+                best[block, layer] = found
+                scores[block, layer] = np.take_along_axis(cosines, found[:, None], axis=1)[:, 0]
         start = np.full(iterations, -1, dtype=np.int64)
         start_scores = np.zeros(iterations, dtype=np.float32)
         if semantic and self.embeddings is not None and request.embeddings is not None:

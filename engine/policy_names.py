@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from engine.adaptive import Adaptive
 from engine.errors import PolicyError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
+from engine.hardware import Hardware
 from engine.map_search import ActivationCounts, MapArchive
 from engine.policies import Guided, NextUse, OnDemand, Perfect, Policy
 from engine.traces import RoutingTrace
+from engine.use_forecast import UseForecaster
 
 DEFAULT_DISTANCE = 3
 
@@ -34,6 +37,7 @@ POLICIES = (
     PolicyName("map-t+s+delta", "map-t+s, and the paper's delta instead of K"),
     PolicyName("finemoe", "map-t+s+delta, evicting by 1/(p*freq) with freq since the start"),
     PolicyName("finemoe-cached-freq", "finemoe with freq counted anew whenever an expert is evicted"),
+    PolicyName("adaptive", "evicts the lowest expected discounted use; prefetches likely experts up to 6 layers ahead"),
     PolicyName("oracle", "on demand, Belady's eviction: knows the future"),
     PolicyName("perfect", "prefetches exactly what follows, Belady's eviction: knows the future"),
 )
@@ -53,16 +57,26 @@ class PolicyFactory:
         test: requests to be replayed, seen only by the policies that know the future.
         distance: d, layers between a prefetch decision and its use.
         capacity: C, the maps of the store.
+        hardware: what a prefetch costs.
     """
 
-    def __init__(self, store: RoutingTrace, test: RoutingTrace, distance: int, capacity: int) -> None:
+    def __init__(
+        self, store: RoutingTrace, test: RoutingTrace, distance: int, capacity: int, hardware: Hardware
+    ) -> None:
         self._store = store
         self._test = test
         self._distance = min(distance, test.manifest.layers)
         self._capacity = capacity
+        self._hardware = hardware
         # What a search finds depends on neither cache nor rule: every policy and budget shares it.
         self._search_counts = cache(lambda request: self._counts.search(request))
         self._search_maps = cache(lambda request, semantic: self._archive.search(request, semantic))
+
+        self._forecast = cache(lambda request: self._forecaster.forecast(request))
+
+    @cached_property
+    def _forecaster(self) -> UseForecaster:
+        return UseForecaster(self._store, self._archive)
 
     @cached_property
     def _archive(self) -> MapArchive:
@@ -93,6 +107,7 @@ class PolicyFactory:
             "finemoe-cached-freq": lambda: self._mapped(
                 ProbabilityFrequency(keys, while_cached=True), semantic=True, by_score=True
             ),
+            "adaptive": lambda: Adaptive(self._test.manifest, self._hardware, self._forecast),
             "oracle": lambda: OnDemand(NextUse(self._test)),
             "perfect": lambda: Perfect(self._test),
         }

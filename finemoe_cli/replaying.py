@@ -52,7 +52,7 @@ class ReplayGrid:
             store, test = read_trace(path).decode_only(self.limit).split(self.store_share)
             if test.manifest.hidden_size is None and SEMANTIC.intersection(self.policies):
                 note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
-            factory = PolicyFactory(store, test, self.distance, self.map_capacity)
+            factory = PolicyFactory(store, test, self.distance, self.map_capacity, self.hardware)
             total = test.manifest.keys * self.hardware.expert_bytes
             for cache in self.caches:
                 capacity = cache.resolve(total, None) // self.hardware.expert_bytes

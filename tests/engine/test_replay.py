@@ -29,7 +29,7 @@ ONLINE = [name for name in NAMES if name not in ("oracle", "perfect")]
 def run(
     name: str, trace: RoutingTrace, capacity: int, hardware: Hardware = SLOW, in_place: bool = False
 ) -> ReplayOutcome:
-    policy = PolicyFactory(sample_trace(4, 6, trace.manifest, seed=9), trace, 2, 20).build(name)
+    policy = PolicyFactory(sample_trace(4, 6, trace.manifest, seed=9), trace, 2, 20, SLOW).build(name)
     return Replay(trace, policy, hardware, capacity, in_place).run(warm_up=0)
 
 
@@ -184,7 +184,7 @@ def test_no_policy_reads_the_future(name: str, seed: int, known: int) -> None:
     changed = RoutingTrace(manifest, (joined,))
     beginnings = []
     for whole in (trace, changed):
-        policy = PolicyFactory(sample_trace(4, 6, manifest, seed=9), whole, 2, 20).build(name)
+        policy = PolicyFactory(sample_trace(4, 6, manifest, seed=9), whole, 2, 20, SLOW).build(name)
         policy.begin_request(whole.requests[0], 0)
         offers = []
         for iteration in range(known):
