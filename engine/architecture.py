@@ -40,7 +40,7 @@ def open_config(folder: Path) -> PreTrainedConfig:
     file = folder / "config.json"
     try:
         raw = json.loads(file.read_text())
-        model_type = raw["model_type"]
+        model_type = str(raw["model_type"])
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder}: no config.json, so this is no model folder; give the folder that holds one."
@@ -83,7 +83,7 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
         with torch.device("meta"):
             # A copy, because transformers writes dtype and implementations into the configuration it is given.
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"{config.name_or_path}: config.json describes no {config.model_type} that can be built "
             f"({type(error).__name__}: {error}); check it against the model's original."
@@ -91,7 +91,10 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def require_moe_layers(skeleton: PreTrainedModel, name: str) -> tuple[MoELayer, ...]:
-    """The MoE layers of a skeleton; raises UnsupportedModelError, naming the family, if the engine cannot run them."""
+    """The MoE layers of a skeleton; raises UnsupportedModelError, naming the family, if the engine cannot run them.
+
+    Raises CheckpointError if the configuration's K is not among 1..J.
+    """
     config = skeleton.config
     layers = find_moe_layers(skeleton)
     if not layers:
@@ -101,6 +104,12 @@ def require_moe_layers(skeleton: PreTrainedModel, name: str) -> tuple[MoELayer, 
         listed = ", ".join(f"{experts} top-{top_k}" for experts, top_k in sorted(shapes))
         raise UnsupportedModelError(
             f"{name}: MoE layers of {config.model_type} differ in experts ({listed}); expert maps need equal layers."
+        )
+    ((experts, top_k),) = shapes
+    if not 1 <= top_k <= experts:
+        raise CheckpointError(
+            f"{name}: config.json has a token take {top_k} of a layer's {experts} experts; check it against the "
+            "model's original."
         )
     return layers
 

@@ -200,11 +200,15 @@ def _stored_dtype(source: ModelSource, shards: list[Shard]) -> torch.dtype:
 
 def _load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{source.folder}: no usable tokenizer ({error}); download the tokenizer's files into it."
         ) from error
+    # Without files transformers makes a tokenizer of the right class that knows its special tokens alone.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise CheckpointError(f"{source.folder}: no tokenizer; download the tokenizer's files into it.")
+    return tokenizer
 
 
 def _end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 
+from jinja2 import TemplateError
+
 from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
 from engine.checkpoint import load_model
 from engine.devices import choose_device, choose_dtype, free_bytes
-from engine.errors import UsageError
+from engine.errors import PromptError, UsageError
 from engine.eviction import EvictionRule, LeastRecentlyUsed, ProbabilityFrequency
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
@@ -72,6 +74,8 @@ class Engine:
         self.slots = slots_within(self.budget_bytes, host.expert_bytes, keys, top_k)
         rule: EvictionRule = LeastRecentlyUsed(keys) if library is None else ProbabilityFrequency(keys)
         slots = DeviceSlots(host, self.slots, self.device)
+        # The last step that may refuse the model: what follows starts threads, which only ``close`` ends.
+        accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
         self._transfers = TransferEngine(
             host, slots, ExpertCache(keys, self.slots, rule), open_link(host, slots, self.device)
         )
@@ -81,7 +85,6 @@ class Engine:
             self._matcher = MatcherThread(matcher, loaded.layers, guiding=self.slots < keys)
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
         self._observer = GateObserver(loaded.model, loaded.layers, join_subscribers(self._matcher, recorder))
-        accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
         self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
         self._executor.attach()
         self._observer.attach()
@@ -140,11 +143,17 @@ class Engine:
         """Token ids of a conversation through the model's chat template, ready for the assistant's turn.
 
         A tokenizer without a template gets the turns' texts as paragraphs.
+
+        Raises:
+            PromptError: the template refuses the turns, as many refuse a system text or two turns of one role.
         """
         turns = [dict(message) for message in messages]
         if not self.tokenizer.chat_template:
             return self.encode_text("\n\n".join(turn["content"] for turn in turns))
-        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise PromptError(f"the model's chat template refuses the conversation: {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode_text(self, text: str) -> list[int]:

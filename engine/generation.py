@@ -36,6 +36,7 @@ class _Sequence:
     prompt: Sequence[int]
     prompt_hash: str
     text: TextStream
+    limit: int
     new_ids: list[int] = field(default_factory=list)
     finished: str | None = None
 
@@ -87,13 +88,11 @@ class TokenLoop:
         sample = make_sampler(settings, self._device)
         if first_sequence is not None:
             self._sequences = first_sequence
-        sequences = [self._admit(prompt) for prompt in prompts]
-        room = min(self._room(len(s.prompt)) for s in sequences)
-        limit = min(settings.max_new_tokens, room)
+        sequences = [self._admit(prompt, settings.max_new_tokens) for prompt in prompts]
         eos = frozenset[int]() if settings.ignore_eos else self._eos
         batch = _PaddedBatch(prompts, self._pad_id, self._device)
         cache: dict[str, Any] = {}
-        for index in range(limit):
+        for index in range(max(s.limit for s in sequences)):
             start = time.perf_counter()
             before = self._meter.traffic
             live = [s.finished is None for s in sequences]
@@ -102,8 +101,7 @@ class TokenLoop:
             tokens = sample(logits)
             # The loop must know the tokens to stop, to stream and to build the next input.
             chosen = tokens.tolist()
-            last = index + 1 == limit
-            texts = [self._accept(s, token, eos, last) for s, token in zip(sequences, chosen, strict=True)]
+            texts = [self._accept(s, token, eos) for s, token in zip(sequences, chosen, strict=True)]
             batch.append([t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)])
             self._meter.settle_stalls()
             yield Step(
@@ -134,10 +132,11 @@ class TokenLoop:
     def _room(self, prompt_length: int) -> int:
         return 2**31 if self._context_length is None else self._context_length - prompt_length
 
-    def _admit(self, prompt: Sequence[int]) -> _Sequence:
+    def _admit(self, prompt: Sequence[int], max_new_tokens: int) -> _Sequence:
         digest = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:32]
+        limit = min(max_new_tokens, self._room(len(prompt)))
         self._sequences += 1
-        return _Sequence(self._sequences - 1, prompt, digest, TextStream(self._tokenizer))
+        return _Sequence(self._sequences - 1, prompt, digest, TextStream(self._tokenizer), limit)
 
     def _describe(self, sequences: Sequence[_Sequence], batch: _PaddedBatch, index: int) -> Iteration:
         states = [
@@ -163,7 +162,7 @@ class TokenLoop:
         name = "cache" if "cache" in outputs else "past_key_values"
         return outputs.logits[:, -1], {name: outputs[name]}
 
-    def _accept(self, sequence: _Sequence, token: int, eos: frozenset[int], last: bool) -> str:
+    def _accept(self, sequence: _Sequence, token: int, eos: frozenset[int]) -> str:
         """Book a chosen token; return the text that became complete."""
         if sequence.finished is not None:
             return ""
@@ -172,7 +171,7 @@ class TokenLoop:
             sequence.finished = "stop"
             return sequence.text.finish()
         text = sequence.text.push(token)
-        if last:
+        if len(sequence.new_ids) == sequence.limit:
             sequence.finished = "length"
             text += sequence.text.finish()
         return text

@@ -40,12 +40,18 @@ def find_model_folder(name: str) -> Path:
     """
     if name == BUNDLED_MODEL:
         return _BUNDLED_FOLDER
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        is_file, meant_as_path = path.exists(), _looks_like_path(name)
+    except (OSError, RuntimeError) as error:
+        # A name too long for the file system, a folder that may not be entered, the home of an unknown user.
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(f"{name}: cannot be looked for ({reason}); check the path.") from error
+    if is_file:
         raise ModelNotFoundError(f"{name}: is a file; give the folder that holds the model's config.json.")
-    if _looks_like_path(name):
+    if meant_as_path:
         raise ModelNotFoundError(f"{name}: no such folder; check the path (a hub id has the form owner/model).")
     return _fetch_snapshot(name)
 

@@ -71,10 +71,11 @@ class MatcherThread:
         return np.stack([gate.probabilities() for gate in gates])
 
     def drain(self) -> None:
-        """Wait until everything published so far has been handled."""
-        done = threading.Event()
-        self._events.put(done.set)
-        done.wait()
+        """Wait until everything published so far has been handled; after ``close`` it has been."""
+        if self._thread.is_alive():
+            done = threading.Event()
+            self._events.put(done.set)
+            done.wait()
         self.check()
 
     def check(self) -> None:

@@ -171,24 +171,27 @@ def open_prompts(
     elif dataset == "demo":
         name, path, source = dataset, DEMO_PROMPTS, _open_file(DEMO_PROMPTS, dataset)
     else:
-        path = Path(dataset).expanduser()
+        try:
+            path = Path(dataset).expanduser()
+        except RuntimeError as error:
+            raise DatasetError(f"{dataset}: there is no such user") from error
         name, source = path.name, _open_file(path, dataset)
     return PromptSet(name, source, path=path, limit=limit, skip_bad=skip_bad, on_skip=on_skip, seed=seed)
 
 
 def _open_file(path: Path, dataset: str) -> PromptFile:
     types = {suffix: file_type for file_type in FILE_TYPES for suffix in file_type.suffixes}
-    if path.is_dir():
-        raise DatasetError("a directory; give one of the files in it", path)
-    if not path.exists():
-        names = ", ".join(["demo", *HUB_DATASETS])
-        if path.suffix.lower() in types or path.name != dataset:
-            raise DatasetError(f"no such file; give an existing one, or one of {names}", path)
-        raise DatasetError(f"no data set is called {dataset!r}; give one of {names}, or a file")
-    file_type = types.get(path.suffix.lower())
-    if file_type is None:
-        raise DatasetError(f"files end in {', '.join(types)}; this one ends in {path.suffix or 'nothing'}", path)
     try:
+        if path.is_dir():
+            raise DatasetError("a directory; give one of the files in it", path)
+        if not path.exists():
+            names = ", ".join(["demo", *HUB_DATASETS])
+            if path.suffix.lower() in types or path.name != dataset:
+                raise DatasetError(f"no such file; give an existing one, or one of {names}", path)
+            raise DatasetError(f"no data set is called {dataset!r}; give one of {names}, or a file")
+        file_type = types.get(path.suffix.lower())
+        if file_type is None:
+            raise DatasetError(f"files end in {', '.join(types)}; this one ends in {path.suffix or 'nothing'}", path)
         if path.stat().st_size == 0:
             raise DatasetError("the file is empty", path)
         with path.open("rb"):

@@ -12,6 +12,9 @@ from engine.steps import GenerationSettings
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
 
+# Logits of a hundred thousand divided by it still are float32 numbers.
+_LOWEST_TEMPERATURE = 1e-30
+
 
 def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
     """A function from logits [B, V] to token ids [B]; seeded draws repeat on the same device and batch.
@@ -48,7 +51,13 @@ def _check(settings: GenerationSettings) -> None:
         raise UsageError(f"cannot generate {settings.max_new_tokens} tokens: ask for at least 1")
     if not 0 <= settings.temperature < float("inf"):
         raise UsageError(f"the temperature {settings.temperature} is not a number from 0 up")
+    if 0 < settings.temperature < _LOWEST_TEMPERATURE:
+        raise UsageError(
+            f"the temperature {settings.temperature} is too low to divide by: give 0 to take the likeliest token"
+        )
     if not 0 < settings.top_p <= 1:
         raise UsageError(f"top-p {settings.top_p} is not above 0 and at most 1")
     if settings.top_k < 0:
         raise UsageError(f"top-k {settings.top_k} is negative: give 0 for no limit")
+    if settings.seed is not None and not 0 <= settings.seed < 2**64:
+        raise UsageError(f"the seed {settings.seed} is not a whole number from 0 to 2**64 - 1")

@@ -32,13 +32,23 @@ def slots_within(budget_bytes: int, expert_bytes: int, experts: int, top_k: int)
 
 
 class DeviceSlots:
-    """``count`` slots on ``device``; memory is touched as slots are first filled."""
+    """``count`` slots on ``device``; memory is touched as slots are first filled.
+
+    Raises:
+        BudgetError: the device has no memory for them.
+    """
 
     def __init__(self, host: HostExperts, count: int, device: torch.device) -> None:
         size = slot_bytes(host.expert_bytes)
         self.count = count
         self.nbytes = count * size
-        arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        try:
+            arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a bare one
+            raise BudgetError(
+                f"{device} has no memory for {count:,} expert slots of {size:,} bytes ({self.nbytes:,} in all): "
+                "give a smaller --cache, or free memory there"
+            ) from error
         start = -arena.data_ptr() % _ALIGNMENT
         self._arena = arena[start : start + self.nbytes].view(count, size)
         self._layouts = [host.layout(layer) for layer in range(host.layers)]

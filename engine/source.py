@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from engine.architecture import build_skeleton, open_config, require_moe_layers
+from engine.errors import CheckpointError
 from engine.fingerprint import ModelFingerprint
 from engine.hub import find_model_folder
 from engine.shards import INDEX_NAME, Shard, find_shards, read_shard
@@ -67,6 +68,13 @@ def resolve_model(name: str) -> ModelSource:
     Reads configuration and headers only. Raises ModelNotFoundError, UnsupportedModelError or CheckpointError.
     """
     folder = find_model_folder(name)
+    try:
+        return _read_source(name, folder)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror or error}).") from error
+
+
+def _read_source(name: str, folder: Path) -> ModelSource:
     config = open_config(folder)
     shards = [read_shard(file) for file in find_shards(folder)]
     skeleton = build_skeleton(config, torch.bfloat16)

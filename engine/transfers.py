@@ -206,8 +206,8 @@ class TransferEngine:
                 # Every slot awaits a prefetch: let those finish, paused or not, to have one to evict.
                 for key in self.cache.loading_keys():
                     self._hurry(key)
-                self._arrived.wait()
                 self._check()
+                self._arrived.wait()
                 claims = self._claim(pinned)
         self._load(claims, pinned)
         return [claim.key for claim in claims]

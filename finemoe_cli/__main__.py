@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 INTERRUPTED = 130
 
@@ -35,6 +36,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     from finemoe_cli.app import CommandLineError, run_command
     from finemoe_cli.console import report_error
 
+    # A shell's <&- or >&- leaves None: nothing to read, and nobody who reads.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 -- it stays open as long as the program runs
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

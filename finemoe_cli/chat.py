@@ -12,7 +12,7 @@ import typer
 from engine.errors import PromptError, UsageError
 from finemoe_cli.chat_session import ChatSession
 from finemoe_cli.console import note
-from finemoe_cli.dialogue import Dialogue, check_prompt
+from finemoe_cli.dialogue import Dialogue, check_prompt, check_text
 from finemoe_cli.opening import JsonOption, ModelOption, describe_budget, open_engine, open_source, open_store
 from finemoe_cli.settings import Settings, load_settings
 
@@ -84,6 +84,8 @@ def chat(
     """
     if raw and system is not None:
         raise UsageError("--system needs the chat template that --raw leaves out; give one of the two")
+    if system is not None:
+        check_text(system, "the system text")
     if temperature == 0.0 and (top_p < 1.0 or top_k > 0):
         note("--top-p and --top-k have no effect at temperature 0")
     flags = {"model": model, "cache": cache, "device": device, "dtype": dtype, "store": store}
@@ -124,7 +126,7 @@ def _opened_store(settings: Settings, source: ModelSource) -> Iterator[ExpertMap
 
 def _read_stdin() -> str | None:
     """The whole of stdin where it is no terminal; None where it is one."""
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         return None
     data = sys.stdin.buffer.read()
     try:

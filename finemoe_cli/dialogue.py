@@ -116,7 +116,16 @@ def check_prompt(text: str) -> None:
     """
     if not text.strip():
         raise PromptError("the prompt is empty; give some text with -p or on stdin")
+    check_text(text, "the prompt")
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse text that no tokenizer can read: bytes of the command line that were no UTF-8.
+
+    Raises:
+        PromptError: as above; ``what`` names the text in it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"the prompt is not valid UTF-8 text at character {error.start + 1}") from error
+        raise PromptError(f"{what} is not valid UTF-8 text at character {error.start + 1}") from error

@@ -66,7 +66,8 @@ class Settings:
 
     @property
     def home_folder(self) -> Path:
-        return Path(self.home.text).expanduser()
+        """Raises SettingsError where it begins with the home of a user who does not exist."""
+        return _expand(self.home.text, self.home.origin)
 
     @property
     def store_location(self) -> str | None:
@@ -124,7 +125,7 @@ def config_file() -> Path:
     """Path of the configuration file, which need not exist unless FINEMOE_CONFIG names it."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named:
-        return Path(named).expanduser()
+        return _expand(named, f"environment {CONFIG_VARIABLE}")
     return platformdirs.user_config_path("finemoe") / "config.toml"
 
 
@@ -153,6 +154,13 @@ def read_config(file: Path) -> dict[str, str]:
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise SettingsError(f"{file}: {key} must be text or a whole number, not {value!r}")
     return {key: str(value) for key, value in values.items()}
+
+
+def _expand(path: str, origin: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{path!r} from {origin}: there is no such user") from error
 
 
 def _defaults() -> dict[str, str | None]:

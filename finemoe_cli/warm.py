@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,7 +123,9 @@ def warm(
             with open_engine(settings, source, maps) as engine, interrupt:
                 note(describe_budget(engine, settings.cache.text))
                 warming = Warming(engine, maps, _greedy(max_new_tokens), batch, counts)
-                _follow(warming.run(chain([first], remaining), interrupt), prompts.count)
+                # Closed while the engine is open, whatever ends the display: its last act is a commit.
+                with closing(warming.run(chain([first], remaining), interrupt)) as steps:
+                    _follow(steps, prompts.count)
         if not interrupt.requested:
             maps.finish_run("finished")
         report = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -72,7 +72,7 @@ class Warming:
     def __post_init__(self) -> None:
         self._earlier = self.counts.completed
 
-    def run(self, prompts: Iterable[WarmPrompt], interrupt: Interruptible) -> Iterator[WarmCounts]:
+    def run(self, prompts: Iterable[WarmPrompt], interrupt: Interruptible) -> Generator[WarmCounts, None, None]:
         """Answer the prompts that are left, yielding the counts after every batch.
 
         Stops between two tokens once ``interrupt`` is requested. Whatever ends it, the maps of all batches

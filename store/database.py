@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +85,12 @@ def _prepare_sqlite(engine: Engine) -> None:
     def begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    connection = engine.raw_connection()
     try:
         # Switching a new file to WAL races with other connections, so it happens under the lock only.
-        connection.cursor().execute("PRAGMA journal_mode = WAL")
+        with closing(engine.raw_connection()) as connection:
+            connection.cursor().execute("PRAGMA journal_mode = WAL")
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{engine.url.render_as_string()}: the catalog cannot be opened: {error}") from error
-    finally:
-        connection.close()
 
 
 def _migrate(connection: Connection, name: str) -> None:

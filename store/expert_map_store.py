@@ -28,6 +28,9 @@ from store.schema import LoggedMap, StoreDescription
 from store.statistics import Origin, StoreStatistics, gather_statistics
 from store.write_buffer import FlushReport, PendingBatch, WriteBuffer
 
+MOST_MAPS = 2**31 - 1
+"""The largest capacity that the integer columns of every database hold."""
+
 
 class ExpertMapStore:
     """Expert maps that persist; implements ``engine.records.ExpertMapLibrary``.
@@ -103,11 +106,13 @@ class ExpertMapStore:
         Raises:
             StoreNotFoundError: no store is there and ``create`` is off, or its parent folder is missing.
             StoreMismatchError: the store belongs to another model.
-            UsageError: the capacity or the distance is below 1.
+            UsageError: the capacity or the distance is below 1, or the capacity is beyond any catalog's numbers.
             StoreError: log or catalog cannot be opened; see its subclasses.
         """
         if (capacity is not None and capacity < 1) or distance < 1:
             raise UsageError(f"store capacity {capacity} and prefetch distance {distance} must be at least 1")
+        if capacity is not None and capacity > MOST_MAPS:
+            raise UsageError(f"a store capacity of {capacity} is too much: give at most {MOST_MAPS:,}")
         place = locate(home, fingerprint.digest, location)
         wanted = StoreDescription(
             store_id=uuid.uuid4().hex,
@@ -116,9 +121,15 @@ class ExpertMapStore:
             distance=min(distance, fingerprint.layers),
             capacity=capacity or DEFAULT_CAPACITY,
         )
-        table = _open_table(home, place, wanted, create)
-        _check_model(table, fingerprint, allow_mismatch)
-        catalog = Catalog.open(home, catalog_url)
+        try:
+            table = _open_table(home, place, wanted, create)
+            _check_model(table, fingerprint, allow_mismatch)
+            catalog = Catalog.open(home, catalog_url)
+        except OSError as error:
+            raise StoreError(
+                f"{error.filename or place.uri}: {error.strerror}; finemoe needs folders it may write to, for the "
+                f"store and for its catalog in {home}"
+            ) from error
         try:
             entry = catalog.register(table.description, place.uri, fingerprint, capacity)
             return cls(table, catalog, entry, fingerprint)
@@ -314,13 +325,9 @@ def _check_model(table: MapTable, model: ModelFingerprint, allow_mismatch: bool)
     owner = table.description.fingerprint
     if owner == model or (allow_mismatch and owner.same_shape(model)):
         return
-    hint = (
-        "--allow-mismatch would take it, for L, J and h agree"
-        if owner.same_shape(model)
-        else "L, J or h differ, so its maps cannot serve"
-    )
     raise StoreMismatchError(
-        f"{table.location.uri}: the store belongs to {owner.describe()}, the model is {model.describe()}; {hint}"
+        f"{table.location.uri}: the store belongs to {owner.describe()}, the model is {model.describe()}; "
+        "give --store another place, or none"
     )
 
 

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from store.errors import StoreNotFoundError
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TABLE = "maps"
 
@@ -57,6 +59,9 @@ def locate(home: Path, digest: str, location: str | None) -> StoreLocation:
         digest: digest of the model's fingerprint.
         location: None for the model's own store; a bare name for another one of that model; anything with a
             separator, or that begins with ``.`` or ``~``, is a path; ``scheme://`` is passed on as it is.
+
+    Raises:
+        StoreNotFoundError: the path begins with the home of a user who does not exist.
     """
     if location is not None and "://" in location:
         name = hashlib.sha256(location.encode()).hexdigest()[:16]
@@ -66,6 +71,9 @@ def locate(home: Path, digest: str, location: str | None) -> StoreLocation:
     elif _NAME.fullmatch(location):
         folder = stores_folder(home) / f"{digest}-{location}"
     else:
-        folder = Path(location).expanduser()
+        try:
+            folder = Path(location).expanduser()
+        except RuntimeError as error:
+            raise StoreNotFoundError(f"{location}: there is no such user") from error
     folder = folder.absolute()
     return StoreLocation(str(folder), folder, folder / ".finemoe.lock")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from store.errors import StoreLockedError
+from store.errors import StoreError, StoreLockedError
 
 LOCK_SECONDS = 60.0
 
@@ -21,14 +21,19 @@ def exclusive(path: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
 
     Raises:
         StoreLockedError: another process held it for all of ``timeout`` seconds.
+        StoreError: its folder cannot be written to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=timeout)
     except Timeout as error:
         raise StoreLockedError(
             f"{path}: another finemoe process has held this lock for {timeout:g} s; wait for it, or end it"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot be locked ({error.strerror}); finemoe has to write in {path.parent}"
         ) from error
     try:
         yield

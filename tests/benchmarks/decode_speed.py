@@ -3,8 +3,8 @@
     python -m tests.benchmarks.decode_speed --models demo --caches 100% 25%
 
 The engine and the reference take turns over the same tokens, so that a change of the machine's speed hits both;
-medians are over rounds. "Bookkeeping" is the time the token loop's thread spends publishing, counting and queueing
-(the matcher's own work runs beside it and is shown apart).
+medians are over rounds. "Bookkeeping" is the share of its CPU time that the token loop's thread spends on publishing
+gates, counting, pinning and queueing; searching runs in the matcher's thread and is shown as milliseconds an iteration.
 """
 
 from __future__ import annotations
@@ -12,19 +12,62 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.budget import ExpertBudget
 from engine.engine import Engine
+from engine.matcher import Matcher
+from engine.observer import GateObserver
 from engine.source import resolve_model
 from engine.steps import GenerationSettings
+from engine.transfers import TransferEngine
 from store.index import ResidentIndex
 from tests.engine.reference import load_reference
 
 PROMPT = "Tell me about the history of bridges and the people who built them."
+
+
+class Stopwatch:
+    """CPU seconds of chosen methods while it is attached; none of them calls another, so nothing counts twice."""
+
+    def __init__(self, *methods: tuple[type, str]) -> None:
+        self.seconds = 0.0
+        self._methods = [(owner, name, getattr(owner, name)) for owner, name in methods]
+
+    def __enter__(self) -> Stopwatch:
+        for owner, name, original in self._methods:
+            setattr(owner, name, self._timed(original))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, original in self._methods:
+            setattr(owner, name, original)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return original(*arguments, **named)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return timed
+
+
+def share_of_bookkeeping(engine: Engine, ids: Sequence[int], tokens: int) -> tuple[float, float]:
+    """(bookkeeping over all CPU time of the loop's thread, CPU milliseconds of search and publishing an iteration)."""
+    loop = [(TransferEngine, name) for name in ("_plan", "_claim", "_leave", "_resume")]
+    loop += [(GateObserver, name) for name in ("decide", "begin", "_on_embedding")]
+    with Stopwatch(*loop) as books, Stopwatch((Matcher, "begin"), (Matcher, "observe"), (Matcher, "record")) as search:
+        start = time.thread_time()
+        engine_decode_ms(engine, ids, tokens)
+        seconds = time.thread_time() - start
+        engine.drain()
+    return books.seconds / seconds, search.seconds / (tokens + 1) * 1e3
 
 
 def reference_decode_ms(model: PreTrainedModel, ids: Sequence[int], tokens: int) -> float:
@@ -77,6 +120,7 @@ def main() -> None:
                     rows.setdefault("finemoe lru", []).append(engine_decode_ms(plain, ids, arguments.tokens))
                     rows.setdefault("finemoe maps", []).append(engine_decode_ms(guided, ids, arguments.tokens))
                     guided.drain()
+                books = [share_of_bookkeeping(guided, ids, arguments.tokens) for _ in range(arguments.rounds)]
             first = statistics.median(rows[f"transformers {arguments.implementations[0]}"][1:])
             for name, values in rows.items():
                 median = statistics.median(values[1:])  # the first round warms up
@@ -85,6 +129,12 @@ def main() -> None:
                     f"[{min(values[1:]):.2f}, {max(values[1:]):.2f}]  speed x{first / median:.2f}",
                     flush=True,
                 )
+            share, search = (statistics.median(column) for column in zip(*books, strict=True))
+            print(
+                f"{source.folder.name:18} {cache:>5} bookkeeping {share:.1%} of the loop thread's CPU time; "
+                f"search and publishing {search:.2f} ms an iteration beside it, {len(library)} maps",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -164,6 +164,14 @@ def test_a_missing_tokenizer_is_named(damaged: Path) -> None:
         load_model(resolve_model(str(damaged)), CPU)
 
 
+def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("demo").folder, tmp_path / "copy")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer; download"):
+        load_model(resolve_model(str(folder)), CPU)
+
+
 def test_the_end_of_a_turn_is_the_union_of_all_statements(damaged: Path) -> None:
     file = damaged / "generation_config.json"
     settings = json.loads(file.read_text()) | {"eos_token_id": [EOS_ID, 7]}

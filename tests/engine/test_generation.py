@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from engine.budget import ExpertBudget
 from engine.engine import Engine
-from engine.errors import BudgetError, DeviceError, PromptError, UsageError
+from engine.errors import BudgetError, DeviceError, PromptError, UnsupportedModelError, UsageError
 from engine.source import ModelSource, resolve_model
 from engine.steps import GenerationSettings, Step, summarize
 from store.index import ResidentIndex
@@ -115,6 +116,13 @@ def test_generation_stops_where_the_context_ends(engine: Engine) -> None:
     assert steps[-1].finished == ("length",)
 
 
+def test_a_full_context_ends_its_own_sequence_only(engine: Engine) -> None:
+    prompts = [(chat(engine, "word") * 800)[:2045], chat(engine, "word")]
+    steps = list(engine.generate(prompts, GenerationSettings(max_new_tokens=6, ignore_eos=True)))
+    assert [len(tokens_of(steps, row)) for row in range(2)] == [3, 6]
+    assert steps[2].finished == ("length", None)
+
+
 def test_prompts_that_cannot_be_answered_are_refused(engine: Engine) -> None:
     with pytest.raises(PromptError, match="no prompt"):
         next(engine.generate([], GenerationSettings()))
@@ -128,6 +136,22 @@ def test_a_tokenizer_without_a_template_gets_the_turns_as_text(engine: Engine, m
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     assert engine.encode_chat(turns) == engine.encode_text("one\n\ntwo")
+
+
+def test_a_template_that_refuses_the_turns_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", strict)
+    with pytest.raises(PromptError, match="template refuses the conversation: no system text"):
+        engine.encode_chat([{"role": "system", "content": "Be brief."}])
+
+
+def test_a_refused_model_leaves_no_thread(source: ModelSource, library: ResidentIndex) -> None:
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.expert_arithmetic.Accumulation", ())
+        with pytest.raises(UnsupportedModelError, match="bit for bit"):
+            Engine.open(source, cache=ExpertBudget.parse("25%"), device="cpu", library=library)
+    assert threading.active_count() == before
 
 
 def test_what_cannot_be_opened_is_refused(source: ModelSource) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,22 @@ def test_the_thread_hands_over_whole_iterations_whether_or_not_it_guides(guiding
         assert np.allclose(index.probabilities(place), expected[:, row], atol=1e-3)
 
 
+def test_a_decode_steps_embedding_keeps_a_share_of_the_context() -> None:
+    rng = np.random.default_rng(11)
+    sink, index = GuidanceRecorder(), ResidentIndex(L, J, H, capacity=8, distance=3)
+    matcher = Matcher(index, fake_layers(), sink, 3)
+    inputs = rng.normal(size=(3, 2, H)).astype(np.float32)
+    maps = np.stack([random_map(rng, 2) for _ in range(L)])
+    for step in range(3):
+        states = tuple(SequenceState(row, 50 + row, step, "p", 1) for row in range(2))
+        matcher.record(Iteration(step, "decode", 2, 1, states), inputs[step], maps)
+    expected = inputs[0]
+    for step in range(3):
+        expected = inputs[0] if step == 0 else 0.3 * expected + 0.7 * inputs[step]
+        scores = index.semantic_scores(expected)
+        assert np.allclose([scores[row, 2 * step + row] for row in range(2)], 1, atol=1e-3)
+
+
 def test_vectors_without_a_cosine_are_not_published() -> None:
     rng = np.random.default_rng(10)
     index = ResidentIndex(L, J, H, capacity=8, distance=3)
@@ -218,3 +235,13 @@ def test_the_thread_reports_a_failed_search_and_goes_on() -> None:
         thread.drain()
     thread.drain()
     thread.close()
+
+
+def test_draining_after_the_end_waits_for_nothing() -> None:
+    index = ResidentIndex(L, J, H, capacity=8, distance=3)
+    thread = MatcherThread(Matcher(index, fake_layers(), GuidanceRecorder(), 3), fake_layers(), guiding=True)
+    thread.close()
+    waiting = threading.Thread(target=thread.drain, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()

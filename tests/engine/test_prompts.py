@@ -124,6 +124,15 @@ def test_a_missing_file_is_not_taken_for_a_name() -> None:
         open_prompts("missing.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("x" * 300 + ".jsonl", "cannot be read: File name too long"), ("~no-such-user/x", "no such user")],
+)
+def test_a_path_that_cannot_be_looked_up_is_refused(name: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        open_prompts(name)
+
+
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="a directory; give one of the files in it"):
         open_prompts(str(tmp_path))

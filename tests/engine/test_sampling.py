@@ -53,6 +53,9 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
         GenerationSettings(temperature=-0.1),
         GenerationSettings(temperature=float("nan")),
         GenerationSettings(temperature=float("inf")),
+        GenerationSettings(temperature=1e-40),
+        GenerationSettings(temperature=1.0, seed=-1),
+        GenerationSettings(temperature=1.0, seed=2**64),
         GenerationSettings(top_p=0.0),
         GenerationSettings(top_p=1.1),
         GenerationSettings(top_k=-1),
@@ -62,3 +65,8 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 def test_settings_out_of_range_are_refused(settings: GenerationSettings) -> None:
     with pytest.raises(UsageError):
         make_sampler(settings, CPU)
+
+
+def test_the_lowest_temperature_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 9000.0, 8999.0]])
+    assert make_sampler(GenerationSettings(temperature=1e-30, seed=2**64 - 1), CPU)(logits).tolist() == [1]

@@ -83,6 +83,12 @@ def test_a_missing_path_is_called_one(name: str, tmp_path: Path, monkeypatch: py
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/model", "~no-such-user/model"])
+def test_a_path_that_cannot_be_looked_up_is_explained(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="cannot be looked for"):
+        resolve_model(name)
+
+
 def test_a_file_is_no_model() -> None:
     with pytest.raises(ModelNotFoundError, match="is a file; give the folder"):
         resolve_model(str(DEMO / "config.json"))
@@ -162,6 +168,11 @@ def truncate(file: Path, size: int) -> None:
         stream.truncate(size)
 
 
+def replace_by_folder(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -175,6 +186,10 @@ def truncate(file: Path, size: int) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json: not a model configuration"),
         (lambda f: edit_config(f, num_attention_heads=None), "config.json: not a configuration of qwen3_moe"),
         (lambda f: edit_config(f, hidden_act="none"), "config.json describes no qwen3_moe that can be built"),
+        (lambda f: edit_config(f, vocab_size=1), "config.json describes no qwen3_moe that can be built"),
+        (lambda f: edit_config(f, num_experts_per_tok=0), "config.json has a token take 0 of a layer's 16 experts"),
+        (lambda f: edit_config(f, num_experts_per_tok=17), "config.json has a token take 17 of a layer's 16 experts"),
+        (replace_by_folder, "config.json: cannot be read .Is a directory"),
     ],
 )
 def test_damage_is_located(copy: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -195,6 +210,7 @@ def test_a_folder_without_safetensors_is_explained(copy: Path) -> None:
     [
         ({"model_type": "vit"}, "vit is no causal language model"),
         ({"model_type": "qwen9_moe"}, "'qwen9_moe' is unknown; transformers .* lacks it.*qwen3_moe"),
+        ({"model_type": ["qwen3_moe"]}, "is unknown; transformers .* lacks it"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "needs its own code .trust_remote_code"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantised .fp8"),
     ],

@@ -195,3 +195,8 @@ def test_slots_never_exceed_the_budget(host: HostExperts, budget: int, top_k: in
     slots = slots_within(budget, host.expert_bytes, L * J, top_k)
     assert top_k <= slots <= L * J
     assert DeviceSlots(host, slots, torch.device("cpu")).nbytes <= budget
+
+
+def test_slots_beyond_the_memory_are_refused(host: HostExperts) -> None:
+    with pytest.raises(BudgetError, match="cpu has no memory for"):
+        DeviceSlots(host, 2**50, torch.device("cpu"))

@@ -110,6 +110,7 @@ def test_greedy_says_that_sampling_options_have_no_effect(tmp_path: Path) -> Non
         (("-p", "hi", "--device", "toaster"), DeviceError, "toaster"),
         (("-p", "hi", "--cache", "1KiB"), BudgetError, r"bytes"),
         (("-p", "hi", "--dtype", "int3"), UsageError, "int3"),
+        (("-p", "hi", "--system", "a\udcff"), PromptError, "the system text is not valid UTF-8 text at character 2"),
     ],
 )
 def test_refusals(options: tuple[str, ...], error: type[Exception], message: str, tmp_path: Path) -> None:

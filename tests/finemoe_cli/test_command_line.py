@@ -131,6 +131,19 @@ def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
     assert process.wait(60) == 1
 
 
+@pytest.mark.parametrize(
+    ("closed", "code", "message"),
+    [("<&-", 2, "the prompt is empty"), (">&-", 2, "no device named"), ("2>&-", 2, "")],
+)
+def test_standard_streams_may_be_closed(closed: str, code: int, message: str, environment: dict[str, str]) -> None:
+    prompt = "" if closed == "<&-" else "-p hi --device toaster"
+    command = f"{sys.executable} -m finemoe_cli chat {prompt} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "unexpected" not in done.stderr
+
+
 def test_ctrl_c_while_stdin_is_read(environment: dict[str, str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "finemoe_cli", "chat"],

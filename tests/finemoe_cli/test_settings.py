@@ -56,6 +56,17 @@ def test_home_from_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert load_settings().home_folder == Path.home() / "b"
 
 
+def test_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINEMOE_HOME", "~no-such-user/maps")
+    with pytest.raises(
+        SettingsError, match="'~no-such-user/maps' from environment FINEMOE_HOME: there is no such user"
+    ):
+        load_settings().home_folder  # noqa: B018
+    monkeypatch.setenv("FINEMOE_CONFIG", "~no-such-user/config.toml")
+    with pytest.raises(SettingsError, match="FINEMOE_CONFIG: there is no such user"):
+        load_settings()
+
+
 def test_named_config_file_must_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FINEMOE_CONFIG", str(tmp_path / "mine.toml"))
     with pytest.raises(SettingsError, match=r"mine\.toml: no such file"):

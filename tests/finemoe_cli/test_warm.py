@@ -101,6 +101,18 @@ def test_more_tokens_than_the_context_are_refused(tmp_path: Path) -> None:
         run_here(tmp_path, "warm", "--dataset", "demo", "--max-new-tokens", "2048")
 
 
+def test_a_reader_of_the_notes_that_leaves_ends_the_run_and_keeps_its_maps(start: Starter, tmp_path: Path) -> None:
+    process = start("warm", "--dataset", "demo", "--batch", "64", "--capacity", "100000", "--max-new-tokens", "18")
+    assert process.stderr is not None
+    wait_for(process, "expert cache")
+    # The next note, after the first commit, finds nobody.
+    process.stderr.close()
+    assert process.wait(60) == 1
+    (run,) = run_here(tmp_path, "store", "inspect", "--json").json["runs"]
+    assert run["completed"] >= 64
+    assert run["status"] == "interrupted"
+
+
 def test_kill_and_ctrl_c_lose_nothing_that_was_kept(start: Starter, tmp_path: Path) -> None:
     command = ("warm", "--dataset", "demo", "--batch", "64", "--capacity", "100000", "--max-new-tokens", "18")
     killed = start(*command)

@@ -104,3 +104,12 @@ def test_a_file_that_is_no_database_is_named(tmp_path):
     (tmp_path / "catalog.db").write_bytes(b"dear diary, " * 1000)
     with pytest.raises(StoreError, match=r"catalog\.db: the catalog cannot be"):
         Catalog.open(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_catalog_or_a_file_in_that_of_the_locks_is_named(tmp_path):
+    (tmp_path / "a" / "catalog.db").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"catalog\.db: the catalog cannot be opened"):
+        Catalog.open(tmp_path / "a")
+    (tmp_path / "locks").write_text("")
+    with pytest.raises(StoreError, match=r"locks.*cannot be locked \(File exists\)"):
+        Catalog.open(tmp_path)

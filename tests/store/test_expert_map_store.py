@@ -243,7 +243,7 @@ def test_another_models_store_is_refused_with_both_named(tmp_path):
         open_store(tmp_path, fingerprint=other, location=str(tmp_path / "shared"))
     assert make_fingerprint().describe() in str(error.value)
     assert other.describe() in str(error.value)
-    assert "--allow-mismatch" in str(error.value)
+    assert "give --store another place" in str(error.value)
     with open_store(tmp_path, fingerprint=other, location=str(tmp_path / "shared"), allow_mismatch=True) as store:
         store.begin_run("chat")
         store.publish(make_records(2, first=50))
@@ -253,7 +253,7 @@ def test_another_models_store_is_refused_with_both_named(tmp_path):
 @pytest.mark.parametrize("change", [{"layers": LAYERS + 1}, {"experts": 4}, {"hidden_size": HIDDEN * 2}])
 def test_other_shapes_are_refused_whatever_is_allowed(tmp_path, change):
     warm(tmp_path, 3, location=str(tmp_path / "shared"))
-    with pytest.raises(StoreMismatchError, match="cannot serve"):
+    with pytest.raises(StoreMismatchError, match="the store belongs to"):
         open_store(
             tmp_path,
             fingerprint=make_fingerprint(**change),
@@ -331,6 +331,22 @@ def test_nonsense_is_refused_before_anything_is_created(tmp_path, options):
     with pytest.raises(UsageError, match="at least 1"):
         open_store(tmp_path / "home", **options)
     assert not (tmp_path / "home").exists()
+
+
+def test_a_capacity_no_catalog_can_hold_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="at most 2,147,483,647"):
+        open_store(tmp_path / "home", capacity=2**31)
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("location", [None, "x" * 300])
+def test_a_place_the_system_refuses_is_named(tmp_path, location):
+    (tmp_path / "file").write_text("")
+    home = tmp_path / ("file" if location is None else "home")
+    with pytest.raises(StoreError, match=r"(file|x)/?.*: (Not a directory|File name too long); finemoe needs folders"):
+        open_store(home, location=location)
+    with pytest.raises(StoreNotFoundError, match="no such user"):
+        open_store(home, location="~no-such-user/store")
 
 
 def test_a_distance_beyond_the_layers_is_the_layers(tmp_path):
