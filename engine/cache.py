@@ -120,6 +120,7 @@ class ExpertCache:
             evicted = int(self._key_in[slot])
             unused = self._unused[slot]
             self._slot_of[evicted] = -1
+            self.rule.record_eviction(evicted)
         self._slot_of[key] = slot
         self._key_in[slot] = key
         self._loading[slot] = True

@@ -19,11 +19,13 @@ from engine.generation import TokenLoop
 from engine.links import open_link
 from engine.matcher import Matcher
 from engine.matcher_thread import MatcherThread
-from engine.observer import GateObserver
+from engine.observer import GateObserver, join_subscribers
 from engine.records import ExpertMapLibrary
 from engine.slots import DeviceSlots, slot_bytes, slots_within
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step, Traffic
+from engine.trace_files import TraceWriter
+from engine.trace_recorder import TraceRecorder
 from engine.transfers import TransferEngine
 
 DEFAULT_DISTANCE = 3
@@ -46,6 +48,7 @@ class Engine:
         library: ExpertMapLibrary | None,
         distance: int,
         progress: Callable[[int, int], None] | None,
+        trace: TraceWriter | None,
     ) -> None:
         if distance < 1:
             raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
@@ -80,7 +83,8 @@ class Engine:
         if library is not None:
             matcher = Matcher(library, loaded.layers, self._transfers, distance)
             self._matcher = MatcherThread(matcher, loaded.layers, guiding=self.slots < keys)
-        self._observer = GateObserver(loaded.model, loaded.layers, self._matcher)
+        recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
+        self._observer = GateObserver(loaded.model, loaded.layers, join_subscribers(self._matcher, recorder))
         self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
         self._executor.attach()
         self._observer.attach()
@@ -105,6 +109,7 @@ class Engine:
         library: ExpertMapLibrary | None = None,
         distance: int = DEFAULT_DISTANCE,
         progress: Callable[[int, int], None] | None = None,
+        trace: TraceWriter | None = None,
     ) -> Engine:
         """Load a model.
 
@@ -113,6 +118,7 @@ class Engine:
             library: expert maps of this model; None for a plain LRU cache.
             distance: d, layers between a prefetch decision and its use.
             progress: told (bytes loaded, bytes in all).
+            trace: is written the routing of every iteration.
 
         Raises:
             BudgetError, DeviceError, CheckpointError, UnsupportedModelError, UsageError
@@ -125,6 +131,7 @@ class Engine:
             library=library,
             distance=distance,
             progress=progress,
+            trace=trace,
         )
 
     @property

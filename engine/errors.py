@@ -49,3 +49,11 @@ class DatasetError(FinemoeError):
 
 class TransferError(FinemoeError):
     """Copying an expert to the device failed."""
+
+
+class TraceError(UsageError):
+    """A routing trace is unreadable, or lacks what a policy or the replay needs."""
+
+
+class PolicyError(UsageError):
+    """No policy has that name, or it needs what the trace does not hold."""

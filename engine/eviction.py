@@ -19,6 +19,10 @@ class EvictionRule(Protocol):
         """The matched map(s) of the running iteration, flattened to [L * J]."""
         ...
 
+    def record_eviction(self, key: int) -> None:
+        """The expert has lost its slot."""
+        ...
+
     def values(self, keys: np.ndarray) -> np.ndarray:
         """What keeping each expert [n] is worth, finite; ties are broken by the least recent use."""
         ...
@@ -43,6 +47,9 @@ class LeastRecentlyUsed:
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """Recency alone decides."""
 
+    def record_eviction(self, key: int) -> None:
+        """Recency alone decides."""
+
     def values(self, keys: np.ndarray) -> np.ndarray:
         return self._last_use[keys].astype(np.float64)
 
@@ -50,15 +57,43 @@ class LeastRecentlyUsed:
         return float("inf")
 
 
+class LeastFrequentlyUsed:
+    """Evict the expert routed least often since the engine started; speculation is worth its own count."""
+
+    def __init__(self, num_keys: int) -> None:
+        self._frequency = np.zeros(num_keys, dtype=np.float64)
+
+    def record_use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._frequency[key] += 1
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        """Frequency alone decides."""
+
+    def record_eviction(self, key: int) -> None:
+        """An expert's frequency outlives its slot."""
+
+    def values(self, keys: np.ndarray) -> np.ndarray:
+        return self._frequency[keys]
+
+    def speculative_value(self, key: int, probability: float) -> float:
+        return float(self._frequency[key])
+
+
 class ProbabilityFrequency:
     """The paper's rule: eviction priority ``1 / (p * freq)``, highest goes first (section 4.4).
 
-    p is the expert's probability in the map matched last, freq how often it was routed since the
-    engine started. Kept as the value ``p * freq``, which orders the same way and has no infinity at
-    p = 0. freq starts at one, or nothing prefetched could ever stay.
+    p is the expert's probability in the map matched last, freq how often it was routed. Kept as the
+    value ``p * freq``, which orders the same way and has no infinity at p = 0. freq starts at one, or
+    nothing prefetched could ever stay.
+
+    Args:
+        while_cached: count freq anew whenever the expert loses its slot, instead of since the engine
+            started. The paper does not say which.
     """
 
-    def __init__(self, num_keys: int) -> None:
+    def __init__(self, num_keys: int, while_cached: bool = False) -> None:
+        self._while_cached = while_cached
         self._frequency = np.ones(num_keys, dtype=np.float64)
         self._probability = np.zeros(num_keys, dtype=np.float64)
 
@@ -68,6 +103,10 @@ class ProbabilityFrequency:
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         self._probability[:] = probabilities
+
+    def record_eviction(self, key: int) -> None:
+        if self._while_cached:
+            self._frequency[key] = 1
 
     def values(self, keys: np.ndarray) -> np.ndarray:
         return self._probability[keys] * self._frequency[keys]

@@ -79,6 +79,31 @@ class Subscriber(Protocol):
         ...
 
 
+class _Subscribers:
+    """Hands everything to each of several subscribers, in their order."""
+
+    def __init__(self, subscribers: Sequence[Subscriber]) -> None:
+        self._subscribers = subscribers
+
+    def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        for subscriber in self._subscribers:
+            subscriber.begin(iteration, embeddings, arrived)
+
+    def decide(
+        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+    ) -> None:
+        for subscriber in self._subscribers:
+            subscriber.decide(layer, scores, ids, weights)
+
+
+def join_subscribers(*subscribers: Subscriber | None) -> Subscriber | None:
+    """One subscriber that stands for those that are not None; None where all are."""
+    present = [subscriber for subscriber in subscribers if subscriber is not None]
+    if len(present) > 1:
+        return _Subscribers(present)
+    return present[0] if present else None
+
+
 class GateObserver:
     """Forward hooks on the embedding layer and the routers; ``attach`` and ``detach`` are symmetric."""
 

@@ -29,6 +29,15 @@ def select_experts(probabilities: np.ndarray, threshold: float, minimum: int) ->
     return order[:smallest]
 
 
+def select_many(probabilities: np.ndarray, thresholds: np.ndarray, minimum: int) -> list[list[int]]:
+    """``select_experts`` for many layers at once: distributions [N, J] and thresholds [N] give N lists of ids."""
+    order = (-probabilities).argsort(axis=1, kind="stable")
+    sums = np.take_along_axis(probabilities, order, axis=1).cumsum(axis=1, dtype=np.float64)
+    sizes = np.maximum((sums < thresholds[:, None]).sum(axis=1) + 1, minimum)
+    widest = min(int(sizes.max(initial=0)), order.shape[1])
+    return [row[:size] for row, size in zip(order[:, :widest].tolist(), sizes.tolist(), strict=True)]
+
+
 def prefetch_priority(probability: float, distance: int) -> float:
     """p / (l - l_now): likely experts of near layers first; ``distance`` in layers, at least 1 (section 4.3)."""
     return probability / max(distance, 1)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from finemoe_cli import chat, env, store, warm
+from finemoe_cli import bench, chat, env, store, warm
 from finemoe_cli.console import write
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -58,6 +58,7 @@ app.command("env")(env.env)
 app.command("warm")(warm.warm)
 app.command("chat")(chat.chat)
 app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
 
 
 def run_command(arguments: Sequence[str]) -> int:

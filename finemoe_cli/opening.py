@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.errors import DatasetError
     from engine.prompts import PromptSet
     from engine.source import ModelSource
+    from engine.trace_files import TraceWriter
     from store.expert_map_store import ExpertMapStore
 
 ModelOption = Annotated[
@@ -74,8 +75,10 @@ def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
     )
 
 
-def open_engine(settings: Settings, source: ModelSource, library: ExpertMapStore | None) -> Engine:
-    """Load the model behind an expert cache, with a progress bar."""
+def open_engine(
+    settings: Settings, source: ModelSource, library: ExpertMapStore | None, trace: TraceWriter | None = None
+) -> Engine:
+    """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing."""
     from engine.engine import DEFAULT_DISTANCE, Engine
 
     with progress() as display:
@@ -88,6 +91,7 @@ def open_engine(settings: Settings, source: ModelSource, library: ExpertMapStore
             library=library,
             distance=DEFAULT_DISTANCE if library is None else library.description.distance,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
+            trace=trace,
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.selection import prefetch_priority, select_experts, selection_threshold
+from engine.selection import prefetch_priority, select_experts, select_many, selection_threshold
 
 distributions = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any).map(lambda w: np.array(w) / sum(w))
 
@@ -49,3 +49,12 @@ def test_a_perfect_match_takes_only_the_minimum(minimum: int) -> None:
 @given(st.floats(0, 1), st.integers(1, 64))
 def test_priority_falls_with_distance(probability: float, distance: int) -> None:
     assert prefetch_priority(probability, distance) == probability / distance
+
+
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 6), experts=st.integers(1, 9), minimum=st.integers(1, 4))
+def test_many_layers_at_once_select_what_each_would(seed: int, rows: int, experts: int, minimum: int) -> None:
+    rng = np.random.default_rng(seed)
+    distributions = rng.dirichlet(np.ones(experts), size=rows).astype(np.float32).round(2)
+    thresholds = rng.random(rows).round(1)
+    each = [select_experts(d, t, minimum).tolist() for d, t in zip(distributions, thresholds.tolist(), strict=True)]
+    assert select_many(distributions, thresholds, minimum) == each

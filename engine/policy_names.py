@@ -1,0 +1,143 @@
+"""The policies of the field by name, each a predictor, a selection and an eviction rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from engine.adaptive import Adaptive
+from engine.errors import PolicyError
+from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
+from engine.hardware import Hardware
+from engine.map_search import ActivationCounts, MapArchive
+from engine.policies import Guided, NextUse, OnDemand, Perfect, Policy
+from engine.traces import RoutingTrace
+from engine.use_forecast import UseForecaster
+
+DEFAULT_DISTANCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyName:
+    """A policy's name and what it does, in a line."""
+
+    name: str
+    summary: str
+
+
+POLICIES = (
+    PolicyName("lru", "on demand, one LRU cache for all layers"),
+    PolicyName("lru-layer", "on demand, an equal share of LRU cache for each layer"),
+    PolicyName("lfu", "on demand, evicting the expert used least often so far"),
+    PolicyName("moe-infinity", "request-level counts, nearest stored request guides whole iterations, LFU"),
+    PolicyName("hit-count", "request-level counts at distance d, the K likeliest, LRU"),
+    PolicyName("map-t", "trajectory search at distance d, the K likeliest, LRU"),
+    PolicyName("map-t+s", "map-t, and semantic search for the first d layers"),
+    PolicyName("map-t+s+delta", "map-t+s, and the paper's delta instead of K"),
+    PolicyName("finemoe", "map-t+s+delta, evicting by 1/(p*freq) with freq since the start"),
+    PolicyName("finemoe-cached-freq", "finemoe with freq counted anew whenever an expert is evicted"),
+    PolicyName("adaptive", "evicts the lowest expected discounted use; prefetches likely experts up to 6 layers ahead"),
+    PolicyName("oracle", "on demand, Belady's eviction: knows the future"),
+    PolicyName("perfect", "prefetches exactly what follows, Belady's eviction: knows the future"),
+)
+
+# Those that search the store by embeddings where a trace has them.
+SEMANTIC = frozenset({"map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq"})
+
+# Named here so that asking for them is answered with what they lack.
+_NEED_GATE_INPUTS = ("mixtral-offloading", "promoe")
+
+
+class PolicyFactory:
+    """Builds fresh policies for one pair of traces; stores are searched out once and shared.
+
+    Args:
+        store: requests whose maps are known beforehand.
+        test: requests to be replayed, seen only by the policies that know the future.
+        distance: d, layers between a prefetch decision and its use.
+        capacity: C, the maps of the store.
+        hardware: what a prefetch costs.
+    """
+
+    def __init__(
+        self, store: RoutingTrace, test: RoutingTrace, distance: int, capacity: int, hardware: Hardware
+    ) -> None:
+        self._store = store
+        self._test = test
+        self._distance = min(distance, test.manifest.layers)
+        self._capacity = capacity
+        self._hardware = hardware
+        # What a search finds depends on neither cache nor rule: every policy and budget shares it.
+        self._search_counts = cache(lambda request: self._counts.search(request))
+        self._search_maps = cache(lambda request, semantic: self._archive.search(request, semantic))
+
+        self._forecast = cache(lambda request: self._forecaster.forecast(request))
+
+    @cached_property
+    def _forecaster(self) -> UseForecaster:
+        return UseForecaster(self._store, self._archive)
+
+    @cached_property
+    def _archive(self) -> MapArchive:
+        return MapArchive(self._store, self._capacity)
+
+    @cached_property
+    def _counts(self) -> ActivationCounts:
+        return ActivationCounts(self._store)
+
+    def build(self, name: str) -> Policy:
+        """A policy in its first state.
+
+        Raises:
+            PolicyError: unknown name, or the trace lacks what it needs.
+        """
+        check_policies([name])
+        keys = self._test.manifest.keys
+        builders: dict[str, Callable[[], Policy]] = {
+            "lru": lambda: OnDemand(LeastRecentlyUsed(keys)),
+            "lru-layer": lambda: OnDemand(LeastRecentlyUsed(keys), per_layer=True),
+            "lfu": lambda: OnDemand(LeastFrequentlyUsed(keys)),
+            "moe-infinity": lambda: self._counted(LeastFrequentlyUsed(keys), self._test.manifest.layers),
+            "hit-count": lambda: self._counted(LeastRecentlyUsed(keys), self._distance),
+            "map-t": lambda: self._mapped(LeastRecentlyUsed(keys), semantic=False, by_score=False),
+            "map-t+s": lambda: self._mapped(LeastRecentlyUsed(keys), semantic=True, by_score=False),
+            "map-t+s+delta": lambda: self._mapped(LeastRecentlyUsed(keys), semantic=True, by_score=True),
+            "finemoe": lambda: self._mapped(ProbabilityFrequency(keys), semantic=True, by_score=True),
+            "finemoe-cached-freq": lambda: self._mapped(
+                ProbabilityFrequency(keys, while_cached=True), semantic=True, by_score=True
+            ),
+            "adaptive": lambda: Adaptive(self._test.manifest, self._hardware, self._forecast),
+            "oracle": lambda: OnDemand(NextUse(self._test)),
+            "perfect": lambda: Perfect(self._test),
+        }
+        return builders[name]()
+
+    def _counted(self, rule: EvictionRule, distance: int) -> Policy:
+        return Guided(rule, self._search_counts, distance, self._test.manifest.top_k, by_score=False)
+
+    def _mapped(self, rule: EvictionRule, semantic: bool, by_score: bool) -> Policy:
+        return Guided(
+            rule,
+            lambda request: self._search_maps(request, semantic),
+            self._distance,
+            self._test.manifest.top_k,
+            by_score,
+        )
+
+
+def check_policies(names: Sequence[str]) -> None:
+    """Refuse names that no policy has, before anything slow.
+
+    Raises:
+        PolicyError: with the names there are.
+    """
+    known = [policy.name for policy in POLICIES]
+    for name in names:
+        if name in _NEED_GATE_INPUTS:
+            raise PolicyError(
+                f"policy {name!r} applies later gates to the present gate's input, which traces do not hold; "
+                f"replayable: {', '.join(known)}"
+            )
+        if name not in known:
+            raise PolicyError(f"no policy {name!r}; there are {', '.join(known)}")

@@ -1,0 +1,126 @@
+"""Which experts a replayed device holds: recency, eviction and the bounds nobody may cross."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from engine.eviction import EvictionRule, LeastRecentlyUsed
+
+
+class Residents:
+    """The counterpart of ``ExpertCache`` for replays: whole layers at a time, no slots, no pins to undo.
+
+    It decides what ``ExpertCache`` decides: the lowest value goes first, the least recent use breaks ties. A load
+    under way takes room from its start.
+
+    Args:
+        experts: J, by which keys are told apart by layer.
+        capacity: experts held at most. ``partitions`` divide it evenly.
+        partitions: 1 for one cache of all layers, L for a share each.
+    """
+
+    def __init__(self, rule: EvictionRule, experts: int, capacity: int, partitions: int = 1) -> None:
+        self._rule = rule
+        self._experts = experts
+        self._partitions = partitions
+        self._share = capacity // partitions
+        self.capacity = self._share * partitions
+        # A dict keeps its keys in order: least recent use first.
+        self._recency: list[dict[int, None]] = [{} for _ in range(partitions)]
+        self._by_recency = isinstance(rule, LeastRecentlyUsed)
+        self._unused: set[int] = set()
+        self.loading: int | None = None
+        self.wasted = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._recency))
+
+    def partition(self, key: int) -> dict[int, None]:
+        """The keys, loading ones included, that share their room with ``key``."""
+        return self._recency[key // self._experts if self._partitions > 1 else 0]
+
+    def holds(self, key: int) -> bool:
+        """Whether the expert is resident or on its way."""
+        return key in self.partition(key)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """Experts that hold room are used now."""
+        for key in keys:
+            recency = self.partition(key)
+            del recency[key]
+            recency[key] = None
+            self._unused.discard(key)
+
+    def admit(self, keys: Sequence[int], pinned: Collection[int]) -> None:
+        """Take experts of one layer that a gate has decided, evicting others; of ``pinned`` only if nothing else is.
+
+        Raises:
+            RuntimeError: they find no room; replays refuse such capacities beforehand.
+        """
+        if not keys:
+            return
+        recency = self.partition(keys[0])
+        for start in range(0, len(keys), self._share):
+            group = keys[start : start + self._share]
+            excess = len(recency) + len(group) - self._share
+            if excess > 0:
+                for victim in self._victims(recency, excess, pinned):
+                    self._evict(recency, victim)
+            for key in group:
+                recency[key] = None
+        self._check(recency)
+
+    def admit_speculatively(self, key: int, value: float, pinned: Collection[int]) -> bool:
+        """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
+        recency = self.partition(key)
+        if len(recency) >= self._share:
+            free = [k for k in recency if k not in pinned and k != self.loading]
+            if not free:
+                return False
+            victim = free[0]
+            if not self._by_recency:
+                values = self._rule.values(np.array(free))
+                lowest = int(values.argmin())
+                if values[lowest] > value:
+                    return False
+                victim = free[lowest]
+            self._evict(recency, victim)
+        recency[key] = None
+        self._unused.add(key)
+        self._check(recency)
+        return True
+
+    def _victims(self, recency: dict[int, None], count: int, pinned: Collection[int]) -> list[int]:
+        if self._by_recency:
+            victims = []
+            for key in recency:
+                if key not in pinned and key != self.loading:
+                    victims.append(key)
+                    if len(victims) == count:
+                        return victims
+        else:
+            free = [key for key in recency if key not in pinned and key != self.loading]
+            if len(free) > count:
+                values = self._rule.values(np.array(free))
+                if count == 1:
+                    return [free[int(values.argmin())]]
+                return [free[i] for i in values.argsort(kind="stable")[:count].tolist()]
+            victims = free
+        # More experts than room in one layer: those computed already make way.
+        victims += [key for key in recency if key in pinned and key != self.loading][: count - len(victims)]
+        if len(victims) < count:
+            raise RuntimeError(f"{count} experts found no room among {self._share}")
+        return victims
+
+    def _evict(self, recency: dict[int, None], victim: int) -> None:
+        del recency[victim]
+        self._rule.record_eviction(victim)
+        if victim in self._unused:
+            self._unused.remove(victim)
+            self.wasted += 1
+
+    def _check(self, recency: dict[int, None]) -> None:
+        if len(recency) > self._share:
+            raise RuntimeError(f"{len(recency)} experts in room for {self._share}")

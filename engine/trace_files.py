@@ -1,0 +1,207 @@
+"""Traces on disk: Parquet, a row an iteration and sequence, with the manifest in the schema's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.errors import TraceError
+from engine.records import Phase
+from engine.traces import SCHEMA_VERSION, RoutingTrace, TracedRequest, TraceManifest
+
+_METADATA_KEY = b"finemoe.trace"
+_ROWS_A_GROUP = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedIteration:
+    """One row of a trace.
+
+    Attributes:
+        request, iteration, phase, tokens: as in ``IterationRecord``, ``request`` for its sequence.
+        experts: for each layer the ids of the experts used, each once.
+        counts: for each of them the number of tokens routed to it.
+        probabilities: float [L, J], or None.
+        embedding: float [h], or None.
+    """
+
+    request: int
+    iteration: int
+    phase: Phase
+    tokens: int
+    experts: Sequence[np.ndarray]
+    counts: Sequence[np.ndarray]
+    probabilities: np.ndarray | None
+    embedding: np.ndarray | None
+
+
+class TraceWriter:
+    """Writes a trace row by row. A context manager; a file whose writer fails is removed."""
+
+    def __init__(self, path: Path, manifest: TraceManifest) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._schema = _schema(manifest)
+        self._rows: list[TracedIteration] = []
+        self.iterations = 0
+        try:
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+    def write(self, row: TracedIteration) -> None:
+        self._rows.append(row)
+        self.iterations += 1
+        if len(self._rows) >= _ROWS_A_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        columns = {
+            "request": pa.array([r.request for r in rows], pa.int64()),
+            "iteration": pa.array([r.iteration for r in rows], pa.int32()),
+            "phase": pa.array([r.phase for r in rows], pa.string()),
+            "tokens": pa.array([r.tokens for r in rows], pa.int32()),
+            "experts": _nested([r.experts for r in rows], pa.int16()),
+            "counts": _nested([r.counts for r in rows], pa.int32()),
+        }
+        if self._manifest.distributions != "none":
+            stacked = np.stack([r.probabilities for r in rows if r.probabilities is not None])
+            values = pa.array(stacked.astype(np.float16).reshape(-1))
+            columns["probabilities"] = pa.FixedSizeListArray.from_arrays(values, self._manifest.keys)
+        if self._manifest.hidden_size is not None:
+            stacked = np.stack([r.embedding for r in rows if r.embedding is not None]).astype(np.float32)
+            columns["embedding"] = pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), stacked.shape[1])
+        self._writer.write_table(pa.table(columns, schema=self._schema))
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._flush()
+        self._writer.close()
+        if error is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def read_trace(path: Path) -> RoutingTrace:
+    """Read a trace file.
+
+    Raises:
+        TraceError: no such file, no Parquet file, no trace of this schema version, or one without rows.
+    """
+    try:
+        table = pq.read_table(path).combine_chunks()
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such trace file") from None
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(
+            f"{path}: not a readable Parquet file (an .npz file is converted with 'finemoe bench import-trace')"
+        ) from error
+    manifest = _read_manifest(path, table.schema)
+    if table.schema.remove_metadata() != _schema(manifest).remove_metadata():
+        raise TraceError(f"{path}: its columns are not those its manifest promises")
+    if not table.num_rows:
+        raise TraceError(f"{path}: the trace has no iterations")
+    return RoutingTrace(manifest, tuple(_requests(table, manifest)))
+
+
+def _read_manifest(path: Path, schema: pa.Schema) -> TraceManifest:
+    text = (schema.metadata or {}).get(_METADATA_KEY)
+    if text is None:
+        raise TraceError(f"{path}: a Parquet file, but not a routing trace of finemoe")
+    fields = json.loads(text)
+    if fields.get("schema_version") != SCHEMA_VERSION:
+        raise TraceError(
+            f"{path}: trace schema {fields.get('schema_version')}, but this release reads {SCHEMA_VERSION}"
+        )
+    return TraceManifest.from_dict(fields)
+
+
+def _requests(table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
+    rows, layers = table.num_rows, manifest.layers
+    numbers = table["request"].to_numpy()
+    order = np.lexsort((table["iteration"].to_numpy(), numbers))
+    if not np.array_equal(order, np.arange(rows)):
+        table = table.take(pa.array(order)).combine_chunks()
+        numbers = table["request"].to_numpy()
+    experts, offsets = _flatten(table["experts"], rows, layers)
+    counts, _ = _flatten(table["counts"], rows, layers)
+    phases = table["phase"].to_pylist()
+    tokens = table["tokens"].to_numpy()
+    probabilities = embeddings = None
+    if manifest.distributions != "none":
+        flat = _only_chunk(table["probabilities"]).flatten().to_numpy(zero_copy_only=False)
+        probabilities = flat.reshape(rows, layers, manifest.experts)
+    if manifest.hidden_size is not None:
+        flat = _only_chunk(table["embedding"]).flatten().to_numpy(zero_copy_only=False)
+        embeddings = flat.reshape(rows, manifest.hidden_size)
+    starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+    requests = []
+    for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rows], strict=True):
+        bounds = offsets[first * layers : last * layers + 1]
+        requests.append(
+            TracedRequest(
+                request=int(numbers[first]),
+                phases=tuple(phases[first:last]),
+                tokens=tokens[first:last],
+                experts=experts[bounds[0] : bounds[-1]],
+                counts=counts[bounds[0] : bounds[-1]],
+                offsets=bounds - bounds[0],
+                probabilities=None if probabilities is None else probabilities[first:last],
+                embeddings=None if embeddings is None else embeddings[first:last],
+            )
+        )
+    return requests
+
+
+def _schema(manifest: TraceManifest) -> pa.Schema:
+    fields = [
+        pa.field("request", pa.int64()),
+        pa.field("iteration", pa.int32()),
+        pa.field("phase", pa.string()),
+        pa.field("tokens", pa.int32()),
+        pa.field("experts", pa.list_(pa.list_(pa.int16()))),
+        pa.field("counts", pa.list_(pa.list_(pa.int32()))),
+    ]
+    if manifest.distributions != "none":
+        fields.append(pa.field("probabilities", pa.list_(pa.float16(), manifest.keys)))
+    if manifest.hidden_size is not None:
+        fields.append(pa.field("embedding", pa.list_(pa.float32(), manifest.hidden_size)))
+    return pa.schema(fields, metadata={_METADATA_KEY: json.dumps(manifest.to_dict(), sort_keys=True).encode()})
+
+
+def _nested(rows: Sequence[Sequence[np.ndarray]], kind: pa.DataType) -> pa.ListArray:
+    """Rows of layers of numbers as one Arrow array, without a Python object a number."""
+    layers = [layer for row in rows for layer in row]
+    inner = np.cumsum([0, *map(len, layers)]).astype(np.int32)
+    outer = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    values = pa.array(np.concatenate(layers).astype(kind.to_pandas_dtype()), kind)
+    return pa.ListArray.from_arrays(pa.array(outer), pa.ListArray.from_arrays(pa.array(inner), values))
+
+
+def _flatten(column: pa.ChunkedArray, rows: int, layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a nested column and where each layer of each row begins, int64 [rows * layers + 1]."""
+    by_layer = _only_chunk(column).flatten()
+    if len(by_layer) != rows * layers:
+        raise TraceError(f"the trace has rows of {len(by_layer) / rows:g} layers, but its manifest says {layers}")
+    sizes = by_layer.value_lengths().to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return by_layer.flatten().to_numpy(zero_copy_only=False), offsets
+
+
+def _only_chunk(column: pa.ChunkedArray) -> pa.Array:
+    """The column's values in one array, as ``combine_chunks`` has left them."""
+    return column.chunk(0)

@@ -1,0 +1,71 @@
+"""Recording the routing of a running engine: a subscriber of its gates that writes a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.families import MoELayer, to_probabilities
+from engine.matcher import reduce_tokens, routed_distribution
+from engine.observer import Iteration
+from engine.trace_files import TracedIteration, TraceWriter
+
+
+class TraceRecorder:
+    """Writes a row for each sequence of every iteration; an observer's ``Subscriber``.
+
+    Padding is left out. An iteration that is cut short leaves no row.
+    """
+
+    def __init__(self, writer: TraceWriter, layers: Sequence[MoELayer]) -> None:
+        self._writer = writer
+        self._layers = layers
+        self._iteration: Iteration | None = None
+        self._embeddings: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._ids: list[np.ndarray] = []
+        self._maps: list[np.ndarray] = []
+
+    def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        self._iteration, self._embeddings, self._arrived = iteration, embeddings, arrived
+        self._ids, self._maps = [], []
+
+    def decide(
+        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+    ) -> None:
+        iteration = self._iteration
+        if iteration is None:
+            return
+        rows = np.reshape(np.asarray(ids), tuple(weights.shape))
+        if scores is not None:
+            probabilities = to_probabilities(self._layers[layer], scores).numpy()
+        else:
+            probabilities = routed_distribution(rows, weights.float().cpu().numpy(), self._layers[layer].num_experts)
+        self._ids.append(rows)
+        self._maps.append(reduce_tokens(probabilities, iteration))
+        if layer == len(self._layers) - 1:
+            self._write(iteration)
+            self._iteration = None
+
+    def _write(self, iteration: Iteration) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        assert self._embeddings is not None
+        embeddings = self._embeddings.float().numpy()
+        for place, state in enumerate(iteration.sequences):
+            last = (state.row + 1) * iteration.width
+            used = [np.unique(ids[last - state.tokens : last], return_counts=True) for ids in self._ids]
+            self._writer.write(
+                TracedIteration(
+                    request=state.sequence,
+                    iteration=state.iteration,
+                    phase=iteration.phase,
+                    tokens=state.tokens,
+                    experts=[experts for experts, _ in used],
+                    counts=[counts for _, counts in used],
+                    probabilities=np.stack([layer[place] for layer in self._maps]),
+                    embedding=embeddings[state.row],
+                )
+            )

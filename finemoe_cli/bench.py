@@ -1,0 +1,235 @@
+"""``finemoe bench``: routing traces, and policies replayed on them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.budget import ExpertBudget
+from engine.errors import UsageError
+from finemoe_cli.console import note, write_table
+from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.opening import ModelOption, open_prompt_set, open_source
+from finemoe_cli.quantities import parse_duration, parse_rate, parse_size, split_list
+from finemoe_cli.settings import load_settings
+from finemoe_cli.tables import OutputFormat, write_records
+
+app = typer.Typer()
+
+
+class Executor(StrEnum):
+    wait = "wait"
+    in_place = "in-place"
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Record or convert routing traces, and replay policies on them.
+
+    \b
+    Examples:
+        finemoe bench record routing.parquet --dataset demo --limit 20
+        finemoe bench import-trace routing.npz routing.parquet
+        finemoe bench replay routing.parquet --hardware h200/gpt-oss
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command("record")
+def record(
+    target: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Trace to write.")],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            metavar="D",
+            help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file of prompts.",
+        ),
+    ],
+    model: ModelOption = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Take N conversations.", show_default="all"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens to generate a prompt.")
+    ] = 64,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Prompts run together.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", min=0, help="Shuffle the conversations first.", show_default="in order"),
+    ] = None,
+) -> None:
+    """Run a prompt set through the model and write its routing as a trace.
+
+    Every user turn, with the turns before it, is one request; the answers are
+    greedy and thrown away. A row an iteration holds the routed experts of every
+    layer, the gates' distributions and the input's embedding. Ctrl-C keeps the
+    iterations that are done. Device, data type and expert budget come from
+    FINEMOE_DEVICE, FINEMOE_DTYPE and FINEMOE_CACHE or the configuration file. A
+    prompt that leaves no room for the answer loses its beginning.
+
+    \b
+    Examples:
+        finemoe bench record demo.parquet --dataset demo --limit 20
+        finemoe bench record t.parquet --model ./mixtral --dataset lmsys
+    """
+    from finemoe_cli.recording import Recording
+
+    settings = load_settings({"model": model})
+    prompts = open_prompt_set(dataset, limit, seed, None)
+    source = open_source(settings)
+    recording = Recording(settings, source, prompts, max_new_tokens, batch)
+    with Interruptible() as interrupt:
+        iterations = recording.write(target, interrupt)
+    note(f"{target}: {recording.requests} requests, {iterations} iterations of {source.name}")
+    if interrupt.requested:
+        raise KeyboardInterrupt
+
+
+@app.command("import-trace")
+def import_trace(
+    source: Annotated[Path, typer.Argument(metavar="SRC.npz", help="Archive of top-k choices, a row a token.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Trace to write.")],
+    keep_repetitive: Annotated[
+        bool, typer.Option("--keep-repetitive", help="Keep requests the archive marks as repetitive.")
+    ] = False,
+) -> None:
+    """Convert routing recorded by another program into a trace.
+
+    The archive holds experts [tokens, layers, k], request [tokens], phase
+    [tokens] (0 prefill, 1 decode) and, if known, topk_probs [tokens, layers, k].
+
+    \b
+    Example:
+        finemoe bench import-trace gpt-oss-20b__gpqa_main.npz gpqa.parquet
+    """
+    from engine.trace_import import import_routing
+
+    manifest = import_routing(source, target, keep_repetitive)
+    note(f"{target}: {manifest.model}, {manifest.layers} x {manifest.experts} top-{manifest.top_k}")
+
+
+@app.command("replay")
+def replay(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces, each replayed by itself.")],
+    policies: Annotated[
+        str, typer.Option("--policies", metavar="NAMES", help="Comma list; 'finemoe bench policies' shows them.")
+    ] = "all",
+    cache: Annotated[
+        str, typer.Option("--cache", metavar="BUDGETS", help="Comma list of sizes or shares of all experts.")
+    ] = "5%,10%,25%,50%,75%",
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="MACHINE/MODEL",
+            help="rtx3090, rtx4090, a100 or h200, with mixtral, phi3.5, qwen1.5 or gpt-oss.",
+            show_default="h200/gpt-oss",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option("--link", metavar="RATE", help="Link bandwidth instead of the preset's: 55GB/s.")
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option("--latency", metavar="TIME", help="Copy latency instead of the preset's: 10us.")
+    ] = None,
+    layer_time: Annotated[
+        str | None, typer.Option("--layer-time", metavar="TIME", help="Computing time a layer instead: 0.1ms.")
+    ] = None,
+    expert_bytes: Annotated[
+        str | None, typer.Option("--expert-bytes", metavar="SIZE", help="Size of an expert instead: 17.3MB.")
+    ] = None,
+    chunk: Annotated[
+        str | None, typer.Option("--chunk", metavar="SIZE", help="Pieces of a prefetch instead of 4 MiB.")
+    ] = None,
+    executor: Annotated[
+        Executor,
+        typer.Option("--executor", help="wait: a miss waits for its copy. in-place: it is read where it lies."),
+    ] = Executor.wait,
+    distance: Annotated[
+        int, typer.Option("--distance", metavar="D", min=1, help="Layers between a prefetch decision and its use.")
+    ] = 3,
+    capacity: Annotated[
+        int, typer.Option("--capacity", metavar="C", min=1, help="Maps the policies' store holds.")
+    ] = 1000,
+    store_share: Annotated[
+        float,
+        typer.Option(
+            "--store-share", metavar="S", min=0.01, max=0.99, help="Share of the requests that fill the store."
+        ),
+    ] = 0.7,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Decode steps of each request.", show_default="all"),
+    ] = None,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", metavar="N", min=0, help="Iterations left out of the figures.")
+    ] = 200,
+    output: Annotated[OutputFormat, typer.Option("-o", "--output", help="Format of the records.")] = OutputFormat.md,
+) -> None:
+    """Replay decode steps of traces against policies and a time model.
+
+    A part of the requests, chosen by a hash, fills the policies' store; the
+    others are replayed. Times are simulated: attention, the gate's decision, a
+    wait for the link, the experts' products, layer after layer. hit, late and
+    miss are shares of routed experts; stall_ms is a decode step's mean; bytes
+    are totals. oracle and perfect know the future.
+
+    \b
+    Examples:
+        finemoe bench replay t.parquet --policies lru,finemoe --cache 10%,25%
+        finemoe bench replay t.parquet --hardware rtx3090/mixtral -o json
+        finemoe bench replay t.parquet --link 55GB/s --layer-time 0.1ms \\
+            --expert-bytes 13.2MB --executor in-place -o csv
+    """
+    from dataclasses import replace
+
+    from engine.hardware import preset
+    from engine.policy_names import POLICIES, check_policies
+    from finemoe_cli.replaying import COLUMNS, ReplayGrid
+
+    names = [p.name for p in POLICIES] if policies == "all" else split_list(policies, "--policies")
+    check_policies(names)
+    budgets = [ExpertBudget.parse(text) for text in split_list(cache, "--cache")]
+    if any(budget.is_automatic for budget in budgets):
+        raise UsageError("--cache auto depends on a device; a replay needs sizes or shares")
+    machine = preset(hardware or "h200/gpt-oss")
+    machine = replace(
+        machine,
+        bandwidth=machine.bandwidth if link is None else parse_rate(link, "--link"),
+        latency=machine.latency if latency is None else parse_duration(latency, "--latency"),
+        layer_seconds=machine.layer_seconds if layer_time is None else parse_duration(layer_time, "--layer-time"),
+        expert_bytes=machine.expert_bytes if expert_bytes is None else parse_size(expert_bytes, "--expert-bytes"),
+        chunk_bytes=machine.chunk_bytes if chunk is None else parse_size(chunk, "--chunk"),
+    )
+    grid = ReplayGrid(
+        traces=traces,
+        policies=names,
+        caches=budgets,
+        hardware=machine,
+        in_place=executor is Executor.in_place,
+        store_share=store_share,
+        map_capacity=capacity,
+        distance=distance,
+        limit=limit,
+        warm_up=warm_up,
+    )
+    write_records(grid.run(), output, COLUMNS)
+
+
+@app.command("policies")
+def policies() -> None:
+    """Show the policies that a replay knows by name.
+
+    \b
+    Example:
+        finemoe bench policies
+    """
+    from engine.policy_names import POLICIES
+
+    write_table({policy.name: policy.summary for policy in POLICIES})

@@ -1,0 +1,91 @@
+"""The grid of ``finemoe bench replay``: every trace, budget and policy on one machine, a record each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.budget import ExpertBudget
+from engine.errors import BudgetError
+from engine.hardware import Hardware
+from engine.policy_names import SEMANTIC, PolicyFactory
+from engine.replay import Replay, ReplayOutcome
+from engine.trace_files import read_trace
+from finemoe_cli.console import note
+
+COLUMNS = ("trace", "cache", "policy", "tpot_ms", "hit", "late", "miss", "bytes_moved", "wasted_bytes", "stall_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayGrid:
+    """What to replay.
+
+    Attributes:
+        traces: files, each by itself.
+        policies: names.
+        caches: budgets for the experts.
+        hardware: link, sizes and times.
+        in_place: missed experts are read over the link where they lie.
+        store_share: share of a trace's requests whose maps the policies know; the others are replayed.
+        map_capacity: C.
+        distance: d.
+        limit: decode steps of each request; None for all.
+        warm_up: iterations left out of the figures.
+    """
+
+    traces: Sequence[Path]
+    policies: Sequence[str]
+    caches: Sequence[ExpertBudget]
+    hardware: Hardware
+    in_place: bool
+    store_share: float
+    map_capacity: int
+    distance: int
+    limit: int | None
+    warm_up: int
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """A record a cell; cells whose budget is too small for the policy are named on stderr and left out."""
+        for path in self.traces:
+            store, test = read_trace(path).decode_only(self.limit).split(self.store_share)
+            if test.manifest.hidden_size is None and SEMANTIC.intersection(self.policies):
+                note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
+            factory = PolicyFactory(store, test, self.distance, self.map_capacity, self.hardware)
+            total = test.manifest.keys * self.hardware.expert_bytes
+            for cache in self.caches:
+                capacity = cache.resolve(total, None) // self.hardware.expert_bytes
+                for name in self.policies:
+                    try:
+                        replay = Replay(test, factory.build(name), self.hardware, capacity, self.in_place)
+                    except BudgetError as error:
+                        note(f"left out: {name} at {cache.text}: {error}")
+                        continue
+                    yield self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
+
+    def _record(
+        self, path: Path, policy: str, cache: ExpertBudget, capacity: int, outcome: ReplayOutcome, model: str
+    ) -> dict[str, Any]:
+        return {
+            "trace": path.name,
+            "model": model,
+            "policy": policy,
+            "cache": cache.text,
+            "cache_experts": capacity,
+            "executor": "in-place" if self.in_place else "wait",
+            "iterations": outcome.iterations,
+            "routed": outcome.routed,
+            "tpot_ms": outcome.tpot_seconds * 1e3,
+            "hit": outcome.hit,
+            "late": outcome.late,
+            "miss": outcome.miss,
+            "bytes_moved": round(outcome.bytes_moved),
+            "wasted_bytes": outcome.wasted_bytes,
+            "stall_ms": outcome.stall_seconds / outcome.iterations * 1e3,
+            "store_share": self.store_share,
+            "map_capacity": self.map_capacity,
+            "distance": self.distance,
+            "warm_up": self.warm_up,
+            **asdict(self.hardware),
+        }

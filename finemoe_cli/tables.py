@@ -1,0 +1,49 @@
+"""Lists of like records in the formats of ``-o``: md for people, csv, json and jsonl for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from finemoe_cli.console import write, write_json
+
+
+class OutputFormat(StrEnum):
+    md = "md"
+    csv = "csv"
+    json = "json"
+    jsonl = "jsonl"
+
+
+def write_records(records: Iterable[dict[str, Any]], form: OutputFormat, columns: Sequence[str]) -> None:
+    """Write records that share their names; md shows ``columns`` alone. jsonl writes each as it comes."""
+    if form is OutputFormat.jsonl:
+        for record in records:
+            write(json.dumps(record, ensure_ascii=False) + "\n")
+        return
+    rows = list(records)
+    if form is OutputFormat.json:
+        write_json(rows)
+    elif form is OutputFormat.csv:
+        text = io.StringIO()
+        table = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else list(columns), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write(text.getvalue())
+    else:
+        write(_markdown([list(columns), *([_cell(row[name]) for name in columns] for row in rows)]))
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ["| " + " | ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([padded[0], rule, *padded[1:]]) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,55 @@
+"""Small random traces with the habits of real routing: what was used is likely to be used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.traces import RoutingTrace, TracedRequest, TraceManifest
+
+
+def sample_manifest(layers: int = 4, experts: int = 8, top_k: int = 2, hidden_size: int | None = None) -> TraceManifest:
+    return TraceManifest("sample", layers, experts, top_k, "full", hidden_size, None, "drawn at random")
+
+
+def sample_trace(requests: int, iterations: int, manifest: TraceManifest | None = None, seed: int = 0) -> RoutingTrace:
+    """Decode steps whose gates wander: each distribution is near the one before."""
+    manifest = manifest or sample_manifest()
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(requests):
+        steps = rng.normal(size=(iterations, manifest.layers, manifest.experts))
+        logits = 2 * rng.normal(size=steps.shape[1:]) + 0.7 * steps.cumsum(axis=0)
+        shares = np.exp(logits - logits.max(axis=2, keepdims=True))
+        probabilities = (shares / shares.sum(axis=2, keepdims=True)).astype(np.float16)
+        chosen = (-probabilities).argsort(axis=2, kind="stable")[..., : manifest.top_k]
+        embeddings = None
+        if manifest.hidden_size is not None:
+            embeddings = rng.normal(size=(iterations, manifest.hidden_size)).astype(np.float32)
+        made.append(decode_request(number, chosen, probabilities, embeddings))
+    return RoutingTrace(manifest, tuple(made))
+
+
+def decode_request(
+    number: int, chosen: np.ndarray, probabilities: np.ndarray | None = None, embeddings: np.ndarray | None = None
+) -> TracedRequest:
+    """A request of decode steps from the experts chosen, [T, L, K]."""
+    iterations, layers, top_k = chosen.shape
+    return TracedRequest(
+        request=number,
+        phases=("decode",) * iterations,
+        tokens=np.ones(iterations, dtype=np.int32),
+        experts=chosen.reshape(-1).astype(np.int16),
+        counts=np.ones(chosen.size, dtype=np.int32),
+        offsets=np.arange(iterations * layers + 1, dtype=np.int64) * top_k,
+        probabilities=probabilities,
+        embeddings=embeddings,
+    )
+
+
+def one_layer_trace(uses: Sequence[Sequence[int]], experts: int) -> RoutingTrace:
+    """One request of a model of one layer, using these experts step by step."""
+    chosen = np.array(uses, dtype=np.int16)[:, None, :]
+    manifest = TraceManifest("sample", 1, experts, chosen.shape[2], "none", None, None, "written by hand")
+    return RoutingTrace(manifest, (decode_request(0, chosen),))
