@@ -58,7 +58,7 @@ def chat(
         typer.Option(
             "--store",
             metavar="S",
-            help="Folder or URI of the store; none: no maps, a plain LRU cache.",
+            help="Name, folder or URI of the store; none: no maps, a plain LRU cache.",
             show_default="the model's own",
         ),
     ] = None,

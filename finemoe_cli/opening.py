@@ -27,7 +27,7 @@ ModelOption = Annotated[
 ]
 StoreOption = Annotated[
     str | None,
-    typer.Option("--store", metavar="S", help="Folder or URI of the store.", show_default="the model's own"),
+    typer.Option("--store", metavar="S", help="Name, folder or URI of the store.", show_default="the model's own"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
