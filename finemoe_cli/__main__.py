@@ -18,16 +18,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of stdout that went away. FINEMOE_DEBUG=1 lets exceptions through with their traceback.
     """
     try:
-        return _run(arguments)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # What is still buffered has no reader; without this the interpreter complains while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        # Nothing is left to save: a Ctrl-C while the interpreter tears down its threads just ends it.
+        try:
+            code = _run(arguments)
+        except BrokenPipeError:
+            # What is still buffered has no reader; without this the interpreter complains while it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        # Nothing is left to save: a Ctrl-C while the interpreter tears down its threads just ends it. One that has
+        # arrived by now, but was not seen yet, is raised by this very call.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return INTERRUPTED
 
 
 def _run(arguments: Sequence[str] | None) -> int:
