@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finemoe_cli.conftest import Runner
+from tests.finemoe_cli.conftest import Runner, shell_status
 
 HEAVY = ("torch", "transformers", "lancedb", "datasets", "pyarrow", "sqlalchemy")
 
@@ -160,5 +160,5 @@ def test_ctrl_c_while_stdin_is_read(environment: dict[str, str]) -> None:
             break
     process.send_signal(signal.SIGINT)
     stderr = process.stderr.read()
-    assert process.wait(60) == 130
+    assert shell_status(process) == 130
     assert "Traceback" not in stderr
