@@ -57,3 +57,7 @@ class TraceError(UsageError):
 
 class PolicyError(UsageError):
     """No policy has that name, or it needs what the trace does not hold."""
+
+
+class PlotError(UsageError):
+    """A plot cannot be written where or as it was asked for."""
