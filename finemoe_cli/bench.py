@@ -12,7 +12,15 @@ from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from finemoe_cli.console import note, write_table
 from finemoe_cli.interrupts import Interruptible
-from finemoe_cli.opening import ModelOption, open_prompt_set, open_source
+from finemoe_cli.opening import (
+    BatchOption,
+    DatasetOption,
+    LimitOption,
+    ModelOption,
+    SeedOption,
+    open_prompt_set,
+    open_source,
+)
 from finemoe_cli.quantities import parse_duration, parse_rate, parse_size, split_list
 from finemoe_cli.settings import load_settings
 from finemoe_cli.tables import OutputFormat, write_records
@@ -42,27 +50,14 @@ def bench(context: typer.Context) -> None:
 @app.command("record")
 def record(
     target: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Trace to write.")],
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            metavar="D",
-            help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file of prompts.",
-        ),
-    ],
+    dataset: DatasetOption,
     model: ModelOption = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help="Take N conversations.", show_default="all"),
-    ] = None,
+    limit: LimitOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens to generate a prompt.")
     ] = 64,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Prompts run together.")] = 1,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", metavar="S", min=0, help="Shuffle the conversations first.", show_default="in order"),
-    ] = None,
+    batch: BatchOption = 1,
+    seed: SeedOption = None,
 ) -> None:
     """Run a prompt set through the model and write its routing as a trace.
 

@@ -29,6 +29,27 @@ StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="S", help="Name, folder or URI of the store.", show_default="the model's own"),
 ]
+DatasetOption = Annotated[
+    str,
+    typer.Option(
+        "--dataset", metavar="D", help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file of prompts."
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option("--limit", metavar="N", min=1, help="Take N conversations.", show_default="all"),
+]
+BatchOption = Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Prompts run together.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="S",
+        min=0,
+        help="Shuffle the conversations; --limit then draws N.",
+        show_default="in order",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 

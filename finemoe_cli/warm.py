@@ -13,8 +13,12 @@ from engine.errors import DatasetError, UsageError
 from finemoe_cli.console import note, progress, write_json, write_table
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.opening import (
+    BatchOption,
+    DatasetOption,
     JsonOption,
+    LimitOption,
     ModelOption,
+    SeedOption,
     StoreOption,
     describe_budget,
     open_engine,
@@ -30,39 +34,20 @@ if TYPE_CHECKING:
 
 
 def warm(
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            metavar="D",
-            help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file of prompts.",
-        ),
-    ],
+    dataset: DatasetOption,
     model: ModelOption = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help="Take N conversations.", show_default="all"),
-    ] = None,
+    limit: LimitOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate a prompt.")
     ] = 32,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Prompts run together.")] = 1,
+    batch: BatchOption = 1,
     capacity: Annotated[
         int | None,
         typer.Option(
             "--capacity", metavar="C", min=1, help="Maps the store keeps.", show_default="1000 for a new store"
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            metavar="S",
-            min=0,
-            help="Shuffle the conversations; --limit then draws N.",
-            show_default="in order",
-        ),
-    ] = None,
+    seed: SeedOption = None,
     store: StoreOption = None,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Pass over unreadable rows instead of stopping at the first.")
