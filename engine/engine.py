@@ -65,6 +65,7 @@ class Engine:
 
         loaded = load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
+        recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.expert_bytes = slot_bytes(host.expert_bytes)
@@ -83,8 +84,12 @@ class Engine:
         if library is not None:
             matcher = Matcher(library, loaded.layers, self._transfers, distance)
             self._matcher = MatcherThread(matcher, loaded.layers, guiding=self.slots < keys)
-        recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
-        self._observer = GateObserver(loaded.model, loaded.layers, join_subscribers(self._matcher, recorder))
+        self._observer = GateObserver(
+            loaded.model,
+            loaded.layers,
+            join_subscribers(self._matcher, recorder),
+            gate_inputs=recorder is not None and recorder.gate_inputs,
+        )
         self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
         self._executor.attach()
         self._observer.attach()
@@ -161,10 +166,14 @@ class Engine:
         return self.tokenizer(text)["input_ids"]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings, first_sequence: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        first_sequence: int | None = None,
+        replies: Sequence[Sequence[int]] | None = None,
     ) -> Generator[Step, None, None]:
         """Answer a batch of prompts; see ``TokenLoop.generate``."""
-        for step in self._loop.generate(prompts, settings, first_sequence):
+        for step in self._loop.generate(prompts, settings, first_sequence, replies):
             if self._matcher is not None:
                 self._matcher.check()
             yield step

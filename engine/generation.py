@@ -73,23 +73,33 @@ class TokenLoop:
         self._pad_id = pad if pad is not None else min(eos_token_ids, default=0)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings, first_sequence: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        first_sequence: int | None = None,
+        replies: Sequence[Sequence[int]] | None = None,
     ) -> Generator[Step, None, None]:
         """Yield the prefill and then every decode step; may be closed at any point.
 
         Args:
             first_sequence: number of the first prompt's sequence, by which a resumed run gives its records the
                 names they would have had; None counts on.
+            replies: the tokens each prompt is answered with (teacher forcing): they replace those the model would
+                choose, and no token among them ends a sequence early.
 
         Raises:
-            PromptError: a prompt without tokens, or one that leaves no room for a new token.
+            PromptError: a prompt without tokens, one that leaves no room for a new token, or one whose reply has none.
         """
         self._check(prompts)
+        if replies is not None and (len(replies) != len(prompts) or not all(replies)):
+            raise PromptError("teacher forcing needs a reply of at least one token for each prompt")
         sample = make_sampler(settings, self._device)
         if first_sequence is not None:
             self._sequences = first_sequence
         sequences = [self._admit(prompt, settings.max_new_tokens) for prompt in prompts]
-        eos = frozenset[int]() if settings.ignore_eos else self._eos
+        for sequence, reply in zip(sequences, replies or (), strict=bool(replies)):
+            sequence.limit = min(sequence.limit, len(reply))
+        eos = frozenset[int]() if settings.ignore_eos or replies is not None else self._eos
         batch = _PaddedBatch(prompts, self._pad_id, self._device)
         cache: dict[str, Any] = {}
         for index in range(max(s.limit for s in sequences)):
@@ -98,9 +108,11 @@ class TokenLoop:
             live = [s.finished is None for s in sequences]
             self._observer.begin(self._describe(sequences, batch, index))
             logits, cache = self._forward(batch, cache)
-            tokens = sample(logits)
-            # The loop must know the tokens to stop, to stream and to build the next input.
-            chosen = tokens.tolist()
+            if replies is None:
+                # The loop must know the tokens to stop, to stream and to build the next input.
+                chosen = sample(logits).tolist()
+            else:
+                chosen = [reply[min(index, len(reply) - 1)] for reply in replies]
             texts = [self._accept(s, token, eos) for s, token in zip(sequences, chosen, strict=True)]
             batch.append([t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)])
             self._meter.settle_stalls()

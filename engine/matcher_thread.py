@@ -51,7 +51,12 @@ class MatcherThread:
             self._gates = []
 
     def decide(
-        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+        self,
+        layer: int,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         gate = _Gate(self._layers[layer], scores, ids, weights)
         if self._guiding:

@@ -73,9 +73,18 @@ class Subscriber(Protocol):
         ...
 
     def decide(
-        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+        self,
+        layer: int,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None = None,
     ) -> None:
-        """A gate's scores [T, J] (None where the family's router is not observable), ids and weights [T, K]."""
+        """A gate's scores [T, J] (None where the family's router is not observable), ids and weights [T, K].
+
+        ``inputs`` [T, H] is what the gate read, in decode steps of an observer that was asked for it. It may be the
+        model's own tensor: whoever keeps it copies it before this returns.
+        """
         ...
 
 
@@ -90,10 +99,15 @@ class _Subscribers:
             subscriber.begin(iteration, embeddings, arrived)
 
     def decide(
-        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+        self,
+        layer: int,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         for subscriber in self._subscribers:
-            subscriber.decide(layer, scores, ids, weights)
+            subscriber.decide(layer, scores, ids, weights, inputs)
 
 
 def join_subscribers(*subscribers: Subscriber | None) -> Subscriber | None:
@@ -105,14 +119,26 @@ def join_subscribers(*subscribers: Subscriber | None) -> Subscriber | None:
 
 
 class GateObserver:
-    """Forward hooks on the embedding layer and the routers; ``attach`` and ``detach`` are symmetric."""
+    """Forward hooks on the embedding layer and the routers; ``attach`` and ``detach`` are symmetric.
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], subscriber: Subscriber | None) -> None:
+    Args:
+        gate_inputs: hand over what the gates read in decode steps, too.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        subscriber: Subscriber | None,
+        gate_inputs: bool = False,
+    ) -> None:
         self._model = model
         self._layers = layers
         self._subscriber = subscriber
+        self._gate_inputs = gate_inputs
         self._handles: list[RemovableHandle] = []
         self._scores: dict[int, torch.Tensor] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
         self._iteration: Iteration | None = None
         self._rows: np.ndarray | None = None
 
@@ -134,6 +160,7 @@ class GateObserver:
         self._iteration = iteration
         self._rows = iteration.token_rows()
         self._scores.clear()
+        self._inputs.clear()
 
     def position(self, layer: int) -> int:
         """Where the running iteration stands, in layers since the engine started."""
@@ -144,7 +171,8 @@ class GateObserver:
         """Publish a layer whose routed ids [T, K] have reached the host; return the rows that count, None for all."""
         if self._subscriber is not None:
             # On CUDA the scores were sent before the ids, on the same stream: they have arrived with them.
-            self._subscriber.decide(layer, self._scores.pop(layer, None), ids, weights)
+            scores, inputs = self._scores.pop(layer, None), self._inputs.pop(layer, None)
+            self._subscriber.decide(layer, scores, ids, weights, inputs)
         return self._rows
 
     def _on_embedding(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -160,5 +188,8 @@ class GateObserver:
     def _scores_hook(self, layer: MoELayer) -> Callable[[torch.nn.Module, Any, Any], None]:
         def keep_scores(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             self._scores[layer.index] = router_scores(layer, output).to("cpu", non_blocking=True)
+            if self._gate_inputs and self._iteration is not None and self._iteration.phase == "decode":
+                read = inputs[0].reshape(-1, inputs[0].shape[-1])
+                self._inputs[layer.index] = read.to("cpu", non_blocking=True)
 
         return keep_scores

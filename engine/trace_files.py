@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -13,11 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import TraceError
+from engine.gate_files import gates_path, read_gates, write_gates
 from engine.records import Phase
+from engine.router_gates import RouterGates
 from engine.traces import SCHEMA_VERSION, RoutingTrace, TracedRequest, TraceManifest
 
 _METADATA_KEY = b"finemoe.trace"
 _ROWS_A_GROUP = 4096
+# Gate inputs of a model of 32 layers of 4096 numbers take 256 KiB a row.
+_ROWS_A_GROUP_WITH_INPUTS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +34,7 @@ class TracedIteration:
         counts: for each of them the number of tokens routed to it.
         probabilities: float [L, J], or None.
         embedding: float [h], or None.
+        gate_inputs: float [L, H], or None as in prefills.
     """
 
     request: int
@@ -40,14 +45,18 @@ class TracedIteration:
     counts: Sequence[np.ndarray]
     probabilities: np.ndarray | None
     embedding: np.ndarray | None
+    gate_inputs: np.ndarray | None = None
 
 
 class TraceWriter:
-    """Writes a trace row by row. A context manager; a file whose writer fails is removed."""
+    """Writes a trace row by row. A context manager; a file whose writer fails is removed.
+
+    The routers' weights of a trace with gate inputs go to a file beside it, see ``gates_path``.
+    """
 
     def __init__(self, path: Path, manifest: TraceManifest) -> None:
         self._path = path
-        self._manifest = manifest
+        self.manifest = manifest
         self._schema = _schema(manifest)
         self._rows: list[TracedIteration] = []
         self.iterations = 0
@@ -59,8 +68,11 @@ class TraceWriter:
     def write(self, row: TracedIteration) -> None:
         self._rows.append(row)
         self.iterations += 1
-        if len(self._rows) >= _ROWS_A_GROUP:
+        if len(self._rows) >= (_ROWS_A_GROUP_WITH_INPUTS if self.manifest.gate_inputs else _ROWS_A_GROUP):
             self._flush()
+
+    def write_gates(self, gates: RouterGates) -> None:
+        write_gates(gates_path(self._path), gates)
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -74,13 +86,16 @@ class TraceWriter:
             "experts": _nested([r.experts for r in rows], pa.int16()),
             "counts": _nested([r.counts for r in rows], pa.int32()),
         }
-        if self._manifest.distributions != "none":
+        if self.manifest.distributions != "none":
             stacked = np.stack([r.probabilities for r in rows if r.probabilities is not None])
             values = pa.array(stacked.astype(np.float16).reshape(-1))
-            columns["probabilities"] = pa.FixedSizeListArray.from_arrays(values, self._manifest.keys)
-        if self._manifest.hidden_size is not None:
+            columns["probabilities"] = pa.FixedSizeListArray.from_arrays(values, self.manifest.keys)
+        if self.manifest.hidden_size is not None:
             stacked = np.stack([r.embedding for r in rows if r.embedding is not None]).astype(np.float32)
             columns["embedding"] = pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), stacked.shape[1])
+        if self.manifest.gate_inputs:
+            read = [None if r.gate_inputs is None else r.gate_inputs.astype(np.float16).reshape(-1) for r in rows]
+            columns["gate_inputs"] = pa.array(read, pa.large_list(pa.float16()))
         self._writer.write_table(pa.table(columns, schema=self._schema))
 
     def __enter__(self) -> TraceWriter:
@@ -94,13 +109,16 @@ class TraceWriter:
         self._writer.close()
         if error is not None:
             self._path.unlink(missing_ok=True)
+            if self.manifest.gate_inputs:
+                gates_path(self._path).unlink(missing_ok=True)
 
 
 def read_trace(path: Path) -> RoutingTrace:
     """Read a trace file.
 
     Raises:
-        TraceError: no such file, no Parquet file, no trace of this schema version, or one without rows.
+        TraceError: no such file, no Parquet file, no trace of this schema version, one without rows, or one whose
+            file of routers' weights is missing or of other routers.
     """
     try:
         table = pq.read_table(path).combine_chunks()
@@ -115,7 +133,9 @@ def read_trace(path: Path) -> RoutingTrace:
         raise TraceError(f"{path}: its columns are not those its manifest promises")
     if not table.num_rows:
         raise TraceError(f"{path}: the trace has no iterations")
-    return RoutingTrace(manifest, tuple(_requests(table, manifest)))
+    if manifest.gate_inputs:
+        manifest = replace(manifest, gates=read_gates(gates_path(path), manifest.layers, manifest.experts))
+    return RoutingTrace(manifest, tuple(_requests(path, table, manifest)))
 
 
 def _read_manifest(path: Path, schema: pa.Schema) -> TraceManifest:
@@ -130,7 +150,7 @@ def _read_manifest(path: Path, schema: pa.Schema) -> TraceManifest:
     return TraceManifest.from_dict(fields)
 
 
-def _requests(table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
+def _requests(path: Path, table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
     rows, layers = table.num_rows, manifest.layers
     numbers = table["request"].to_numpy()
     order = np.lexsort((table["iteration"].to_numpy(), numbers))
@@ -148,6 +168,7 @@ def _requests(table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
     if manifest.hidden_size is not None:
         flat = _only_chunk(table["embedding"]).flatten().to_numpy(zero_copy_only=False)
         embeddings = flat.reshape(rows, manifest.hidden_size)
+    gate_inputs = None if manifest.gates is None else _gate_inputs(path, table, manifest.gates)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
     requests = []
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rows], strict=True):
@@ -162,9 +183,23 @@ def _requests(table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
                 offsets=bounds - bounds[0],
                 probabilities=None if probabilities is None else probabilities[first:last],
                 embeddings=None if embeddings is None else embeddings[first:last],
+                gate_inputs=None if gate_inputs is None else gate_inputs[first:last],
             )
         )
     return requests
+
+
+def _gate_inputs(path: Path, table: pa.Table, gates: RouterGates) -> np.ndarray:
+    """float16 [rows, L, H], zero in rows without."""
+    column = _only_chunk(table["gate_inputs"])
+    layers, _, width = gates.weights.shape
+    known = column.is_valid().to_numpy(zero_copy_only=False)
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    if len(values) != known.sum() * layers * width:
+        raise TraceError(f"{path}: its gate inputs are not of {layers} x {width} numbers, as the routers' weights say")
+    inputs = np.zeros((table.num_rows, layers, width), dtype=np.float16)
+    inputs[known] = values.reshape(-1, layers, width)
+    return inputs
 
 
 def _schema(manifest: TraceManifest) -> pa.Schema:
@@ -180,6 +215,8 @@ def _schema(manifest: TraceManifest) -> pa.Schema:
         fields.append(pa.field("probabilities", pa.list_(pa.float16(), manifest.keys)))
     if manifest.hidden_size is not None:
         fields.append(pa.field("embedding", pa.list_(pa.float32(), manifest.hidden_size)))
+    if manifest.gate_inputs:
+        fields.append(pa.field("gate_inputs", pa.large_list(pa.float16())))
     return pa.schema(fields, metadata={_METADATA_KEY: json.dumps(manifest.to_dict(), sort_keys=True).encode()})
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.families import MoELayer, to_probabilities
+from engine.gate_probe import find_gates
 from engine.matcher import reduce_tokens, routed_distribution
 from engine.observer import Iteration
 from engine.trace_files import TracedIteration, TraceWriter
@@ -16,24 +17,40 @@ from engine.trace_files import TracedIteration, TraceWriter
 class TraceRecorder:
     """Writes a row for each sequence of every iteration; an observer's ``Subscriber``.
 
-    Padding is left out. An iteration that is cut short leaves no row.
+    Padding is left out. An iteration that is cut short leaves no row. A trace that asks for gate inputs is given the
+    routers' weights at once.
+
+    Attributes:
+        gate_inputs: whether the observer has to hand over what the gates read.
+
+    Raises:
+        UnsupportedModelError: the trace asks for gate inputs, but a router is no linear map of its input.
     """
 
     def __init__(self, writer: TraceWriter, layers: Sequence[MoELayer]) -> None:
         self._writer = writer
         self._layers = layers
+        self.gate_inputs = writer.manifest.gate_inputs
+        if self.gate_inputs:
+            writer.write_gates(find_gates(layers))
         self._iteration: Iteration | None = None
         self._embeddings: torch.Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self._ids: list[np.ndarray] = []
         self._maps: list[np.ndarray] = []
+        self._inputs: list[np.ndarray] = []
 
     def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
         self._iteration, self._embeddings, self._arrived = iteration, embeddings, arrived
-        self._ids, self._maps = [], []
+        self._ids, self._maps, self._inputs = [], [], []
 
     def decide(
-        self, layer: int, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+        self,
+        layer: int,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         iteration = self._iteration
         if iteration is None:
@@ -45,6 +62,8 @@ class TraceRecorder:
             probabilities = routed_distribution(rows, weights.float().cpu().numpy(), self._layers[layer].num_experts)
         self._ids.append(rows)
         self._maps.append(reduce_tokens(probabilities, iteration))
+        if inputs is not None:
+            self._inputs.append(inputs.to(torch.float16, copy=True).numpy())
         if layer == len(self._layers) - 1:
             self._write(iteration)
             self._iteration = None
@@ -67,5 +86,6 @@ class TraceRecorder:
                     counts=[counts for _, counts in used],
                     probabilities=np.stack([layer[place] for layer in self._maps]),
                     embedding=embeddings[state.row],
+                    gate_inputs=np.stack([layer[state.row] for layer in self._inputs]) if self._inputs else None,
                 )
             )

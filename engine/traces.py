@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.errors import TraceError
 from engine.records import Phase
+from engine.router_gates import RouterGates
 
 SCHEMA_VERSION = 1
 
@@ -30,6 +31,8 @@ class TraceManifest:
         fingerprint: fields of the model's ``ModelFingerprint``; None in traces converted from elsewhere.
         origin: where the routing comes from, in words.
         schema_version: of the file's layout.
+        gate_inputs: whether decode steps hold what each gate read.
+        gates: the routers' weights of a trace with gate inputs that was read; no part of the manifest's own fields.
     """
 
     model: str
@@ -41,6 +44,8 @@ class TraceManifest:
     fingerprint: Mapping[str, Any] | None
     origin: str
     schema_version: int = SCHEMA_VERSION
+    gate_inputs: bool = False
+    gates: RouterGates | None = None
 
     @property
     def keys(self) -> int:
@@ -48,11 +53,12 @@ class TraceManifest:
         return self.layers * self.experts
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields but ``gates``, which are no text."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "gates"}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TraceManifest:
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +74,7 @@ class TracedRequest:
         offsets: int64 [T * L + 1]; layer l of iteration t has ``experts[offsets[t * L + l] : offsets[t * L + l + 1]]``.
         probabilities: float16 [T, L, J], or None.
         embeddings: float32 [T, h], or None.
+        gate_inputs: float16 [T, L, H], what the gate of each layer read, zero in prefills; or None.
     """
 
     request: int
@@ -78,6 +85,7 @@ class TracedRequest:
     offsets: np.ndarray
     probabilities: np.ndarray | None
     embeddings: np.ndarray | None
+    gate_inputs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.phases)
@@ -134,6 +142,7 @@ class TracedRequest:
             offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
             probabilities=None if self.probabilities is None else self.probabilities[chosen],
             embeddings=None if self.embeddings is None else self.embeddings[chosen],
+            gate_inputs=None if self.gate_inputs is None else self.gate_inputs[chosen],
         )
 
 

@@ -54,31 +54,64 @@ def record(
     model: ModelOption = None,
     limit: LimitOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens to generate a prompt.")
+        int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens of an answer at most.")
     ] = 64,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-tokens",
+            metavar="N",
+            min=1,
+            help="Keep the last N tokens of longer prompts.",
+            show_default="the context's room",
+        ),
+    ] = None,
+    turns: Annotated[
+        int | None,
+        typer.Option("--turns", metavar="N", min=1, help="User turns of each conversation.", show_default="all"),
+    ] = None,
     batch: BatchOption = 1,
     seed: SeedOption = None,
+    teacher_force: Annotated[
+        bool, typer.Option("--teacher-force", help="Replay the set's own replies instead of generating.")
+    ] = False,
+    gate_inputs: Annotated[
+        bool, typer.Option("--gate-inputs", help="Write what every gate reads in decode steps, and its weights.")
+    ] = False,
 ) -> None:
     """Run a prompt set through the model and write its routing as a trace.
 
     Every user turn, with the turns before it, is one request; the answers are
-    greedy and thrown away. A row an iteration holds the routed experts of every
-    layer, the gates' distributions and the input's embedding. Ctrl-C keeps the
-    iterations that are done. Device, data type and expert budget come from
-    FINEMOE_DEVICE, FINEMOE_DTYPE and FINEMOE_CACHE or the configuration file. A
-    prompt that leaves no room for the answer loses its beginning.
+    greedy and thrown away, or with --teacher-force the replies that the prompt
+    set has; a turn without one is then left out. A row an iteration holds the
+    routed experts of every layer, the gates' distributions and the input's
+    embedding. With --gate-inputs, which policies that apply later gates to
+    earlier inputs need, the routers' weights go to OUT.gates.parquet. Ctrl-C
+    keeps the iterations that are done. Device, data type and expert budget come
+    from FINEMOE_DEVICE, FINEMOE_DTYPE and FINEMOE_CACHE or the configuration
+    file. A prompt that leaves no room for the answer loses its beginning.
 
     \b
     Examples:
         finemoe bench record demo.parquet --dataset demo --limit 20
         finemoe bench record t.parquet --model ./mixtral --dataset lmsys
+        finemoe bench record t.parquet --dataset chats.jsonl --teacher-force \\
+            --turns 1 --prompt-tokens 256 --gate-inputs --batch 8
     """
-    from finemoe_cli.recording import Recording
+    from finemoe_cli.recording import Recording, RecordingLimits
 
     settings = load_settings({"model": model})
     prompts = open_prompt_set(dataset, limit, seed, None)
     source = open_source(settings)
-    recording = Recording(settings, source, prompts, max_new_tokens, batch)
+    limits = RecordingLimits(
+        turns=turns,
+        prompt_tokens=prompt_tokens,
+        new_tokens=max_new_tokens,
+        batch=batch,
+        teacher_force=teacher_force,
+        gate_inputs=gate_inputs,
+    )
+    recording = Recording(settings, source, prompts, limits)
     with Interruptible() as interrupt:
         iterations = recording.write(target, interrupt)
     note(f"{target}: {recording.requests} requests, {iterations} iterations of {source.name}")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from engine.budget import ExpertBudget
 from engine.engine import Engine
@@ -59,6 +60,22 @@ def test_each_sequence_of_a_batch_ends_by_itself(engine: Engine) -> None:
         assert (tokens[-1] in engine.eos_token_ids) == (steps[-1].finished[row] == "stop")
         assert all(s.texts[row] == "" for s in steps if s.token_ids[row] is None)
     assert all(alone)
+
+
+def test_replies_take_the_place_of_chosen_tokens(engine: Engine) -> None:
+    """Forced to say what it would have said, the model is in the same states; a reply ends only with its tokens."""
+    prompts = [chat(engine, "Hello!"), chat(engine, "What is the capital of France?")]
+    keep = GenerationSettings(12, ignore_eos=True, keep_logits=True)
+    free = list(engine.generate(prompts, keep))
+    said = [tokens_of(free, row) for row in range(2)]
+    forced = list(engine.generate(prompts, keep, replies=said))
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(free, forced, strict=True))
+    eos = min(engine.eos_token_ids)
+    steps = list(engine.generate(prompts, GenerationSettings(4), replies=[[eos, 5], [6, 7, 8, 9, 10]]))
+    assert [tokens_of(steps, row) for row in range(2)] == [[eos, 5], [6, 7, 8, 9]]
+    for wrong in ([[1]], [[1], []]):
+        with pytest.raises(PromptError, match="a reply of at least one token for each prompt"):
+            next(engine.generate(prompts, keep, replies=wrong))
 
 
 def test_texts_add_up_to_the_decoded_tokens(engine: Engine) -> None:

@@ -16,11 +16,21 @@ from engine.traces import RoutingTrace, TraceManifest
 from store.index import ResidentIndex
 
 
-def record(path: Path, prompts: list[str], with_library: bool) -> tuple[RoutingTrace, list[Step], ResidentIndex | None]:
+def record(
+    path: Path, prompts: list[str], with_library: bool, gate_inputs: bool = False
+) -> tuple[RoutingTrace, list[Step], ResidentIndex | None]:
     source = resolve_model("demo")
     shape = source.fingerprint
     manifest = TraceManifest(
-        "demo", shape.layers, shape.experts, shape.top_k, "full", shape.hidden_size, shape.to_dict(), "a test"
+        "demo",
+        shape.layers,
+        shape.experts,
+        shape.top_k,
+        "full",
+        shape.hidden_size,
+        shape.to_dict(),
+        "a test",
+        gate_inputs=gate_inputs,
     )
     library = ResidentIndex(shape.layers, shape.experts, shape.hidden_size) if with_library else None
     with (
@@ -60,3 +70,16 @@ def test_a_row_an_iteration_and_sequence(tmp_path: Path, with_library: bool) -> 
         for t in range(4)
     ]
     assert by_iteration == routed
+
+
+@pytest.mark.parametrize("with_library", [False, True])
+def test_gate_inputs_explain_the_recorded_distributions(tmp_path: Path, with_library: bool) -> None:
+    prompts = ["One river.", "Many rivers run to the sea."]
+    trace, _, _ = record(tmp_path / "t.parquet", prompts, with_library, gate_inputs=True)
+    gates = trace.manifest.gates
+    for request in trace.requests:
+        assert not request.gate_inputs[0].any()
+        for layer in range(trace.manifest.layers):
+            decided = gates.probabilities(layer, request.gate_inputs[1:, layer])
+            # The model computes in bfloat16.
+            assert np.abs(decided - request.probabilities[1:, layer]).max() < 0.01

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.errors import TraceError
+from engine.router_gates import RouterGates
 from engine.trace_files import TracedIteration, TraceWriter, read_trace
 from engine.trace_import import import_routing
 from engine.traces import TraceManifest
@@ -64,6 +66,67 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert np.array_equal(trace.requests[1].embeddings[0], rows[1].embedding)
 
 
+def write_with_gates(path: Path, bias: np.ndarray | None) -> tuple[TracedIteration, RouterGates]:
+    """A prefill, and the decode step that is returned, with what its gates read and the routers' weights."""
+    rng = np.random.default_rng(1)
+    gates = RouterGates(rng.normal(size=(4, 8, 3)).astype(np.float32), bias, "softmax")
+    request = sample_trace(1, 2).requests[0]
+    with TraceWriter(path, replace(sample_manifest(), gate_inputs=True)) as writer:
+        writer.write_gates(gates)
+        for iteration, inputs in enumerate([None, rng.normal(size=(4, 3)).astype(np.float16)]):
+            row = TracedIteration(
+                request=0,
+                iteration=iteration,
+                phase="decode" if iteration else "prefill",
+                tokens=1,
+                experts=[request.routed(iteration, layer) for layer in range(4)],
+                counts=[np.ones(2)] * 4,
+                probabilities=request.probabilities[iteration],
+                embedding=None,
+                gate_inputs=inputs,
+            )
+            writer.write(row)
+    return row, gates
+
+
+@pytest.mark.parametrize("bias", [None, np.arange(32, dtype=np.float32).reshape(4, 8)])
+def test_gate_inputs_come_back_with_the_routers_weights(tmp_path: Path, bias: np.ndarray | None) -> None:
+    row, gates = write_with_gates(tmp_path / "t.parquet", bias)
+    trace = read_trace(tmp_path / "t.parquet")
+    read = trace.manifest.gates
+    assert np.array_equal(read.weights, gates.weights)
+    assert read.scoring == "softmax"
+    assert (read.bias is None) if bias is None else np.array_equal(read.bias, bias)
+    assert np.array_equal(trace.requests[0].gate_inputs[1], row.gate_inputs)
+    assert not trace.requests[0].gate_inputs[0].any()
+    assert np.array_equal(trace.decode_only().requests[0].gate_inputs, row.gate_inputs[None])
+    assert trace.decode_only().manifest.gates is read
+
+
+def test_gates_without_their_file_or_of_another_model_are_refused(tmp_path: Path) -> None:
+    write_with_gates(tmp_path / "t.parquet", None)
+    gates = tmp_path / "t.gates.parquet"
+    pq.write_table(pq.read_table(gates).slice(8), gates)
+    with pytest.raises(TraceError, match="not the routers' weights of 4 layers of 8 experts"):
+        read_trace(tmp_path / "t.parquet")
+    gates.write_text("hello")
+    with pytest.raises(TraceError, match="not a readable Parquet file of routers' weights"):
+        read_trace(tmp_path / "t.parquet")
+    gates.unlink()
+    with pytest.raises(TraceError, match="keep both"):
+        read_trace(tmp_path / "t.parquet")
+
+
+def test_scores_of_a_gate_by_hand() -> None:
+    weights = np.array([[[1.0, 0.0], [0.0, 2.0]]], dtype=np.float32)
+    inputs = np.array([[np.log(3.0), 0.0]])
+    assert RouterGates(weights, None, "softmax").probabilities(0, inputs) == pytest.approx(np.array([[0.75, 0.25]]))
+    # Sigmoids of ln 3 and 0 are 3/4 and 1/2.
+    assert RouterGates(weights, None, "sigmoid").probabilities(0, inputs) == pytest.approx(np.array([[0.6, 0.4]]))
+    biased = RouterGates(weights, np.array([[0.0, np.log(3.0)]], dtype=np.float32), "softmax")
+    assert biased.probabilities(0, inputs) == pytest.approx(np.array([[0.5, 0.5]]))
+
+
 def test_uses_maps_and_parts_of_a_request(tmp_path: Path) -> None:
     write_sample(tmp_path / "t.parquet")
     request = read_trace(tmp_path / "t.parquet").requests[0]
@@ -103,6 +166,12 @@ def test_a_failed_recording_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "t.parquet", sample_manifest()):
         raise KeyboardInterrupt
     assert not (tmp_path / "t.parquet").exists()
+    manifest = replace(sample_manifest(), gate_inputs=True)
+    gates = RouterGates(np.ones((4, 8, 3), dtype=np.float32), None, "softmax")
+    with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "t.parquet", manifest) as writer:
+        writer.write_gates(gates)
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.architecture import supported_model_types
@@ -143,7 +143,7 @@ def build_tiny_model(
 
     ``changes`` override fields of the configuration.
     """
-    config = CONFIG_MAPPING[family](**(_COMMON | _FAMILIES[family] | changes))
+    config = tiny_config(family, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -152,6 +152,11 @@ def build_tiny_model(
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     byte_level_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """The configuration of a tiny model of a family; ``changes`` override its fields."""
+    return CONFIG_MAPPING[family](**(_COMMON | _FAMILIES[family] | changes))
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.errors import FinemoeError
+from engine.trace_files import read_trace
 from tests.finemoe_cli.conftest import run_here
 
 
@@ -106,3 +107,25 @@ def test_a_recorded_trace_replays_with_semantic_search(tmp_path: Path) -> None:
     replayed = run_here(tmp_path, "bench", "replay", target, *cells)
     assert [r["policy"] for r in json.loads(replayed.stdout)] == ["lru", "finemoe"]
     assert "no embeddings" not in replayed.stderr
+
+
+def test_recording_replies_with_gate_inputs(tmp_path: Path) -> None:
+    """Two conversations; of the first the second turn has no reply, of the second none has."""
+    turns = [("user", "Hello there"), ("assistant", "Good day to you, dear friend."), ("user", "And now?")]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"messages": [{"role": "user", "content": "Is anybody here?"}]},
+    ]
+    prompts, target = tmp_path / "p.jsonl", tmp_path / "t.parquet"
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    record = ("bench", "record", str(target), "--dataset", str(prompts))
+    run_here(tmp_path, *record, "--teacher-force", "--gate-inputs", "--prompt-tokens", "4", "--max-new-tokens", "3")
+    (request,) = read_trace(target).requests
+    assert request.phases == ("prefill", "decode", "decode")
+    assert request.tokens.tolist() == [4, 1, 1]
+    assert request.gate_inputs is not None
+    run_here(tmp_path, *record, "--turns", "1", "--max-new-tokens", "2")
+    assert len(read_trace(target).requests) == 2
+    prompts.write_text(json.dumps(rows[1]))
+    with pytest.raises(FinemoeError, match="no user turn with a reply"):
+        run_here(tmp_path, *record, "--teacher-force")
