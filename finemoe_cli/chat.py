@@ -13,6 +13,7 @@ from engine.errors import PromptError, UsageError
 from finemoe_cli.chat_session import ChatSession
 from finemoe_cli.console import note
 from finemoe_cli.dialogue import Dialogue, check_prompt, check_text
+from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.opening import JsonOption, ModelOption, describe_budget, open_engine, open_source, open_store
 from finemoe_cli.settings import Settings, load_settings
 
@@ -103,12 +104,18 @@ def chat(
         max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     with _opened_store(settings, source) as maps, open_engine(settings, source, maps) as engine:
-        note(describe_budget(engine, settings.cache.text))
         dialogue = Dialogue(engine, system, raw)
         session = ChatSession(source.name, engine, maps, dialogue, generation, stream=not no_stream, stats=stats)
+        budget = describe_budget(engine, settings.cache.text)
         if text is None:
+            note(budget)
             session.talk()
-        elif not session.answer_once(text, as_json):
+            return
+        # The note tells that from here on Ctrl-C ends the reply, not the program.
+        with Interruptible() as interrupt:
+            note(budget)
+            session.answer_once(text, as_json, interrupt)
+        if interrupt.requested:
             raise KeyboardInterrupt
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import PromptError
 from finemoe_cli.console import note, report_error, write, write_json
-from finemoe_cli.dialogue import INTERRUPTED, Dialogue, Reply
+from finemoe_cli.dialogue import Dialogue, Reply
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.reporting import summary_line, summary_object, traffic_text
 
@@ -41,13 +41,11 @@ class ChatSession:
     _last: Reply | None = field(default=None, init=False)
     _replies: int = field(default=0, init=False)
 
-    def answer_once(self, prompt: str, as_json: bool) -> bool:
-        """Answer one prompt; return whether the answer was left to end by itself."""
-        with Interruptible() as interrupt:
-            reply = self._reply(prompt, interrupt, quiet=as_json)
+    def answer_once(self, prompt: str, as_json: bool, interrupt: Interruptible) -> None:
+        """Answer one prompt, as far as it gets until ``interrupt`` is requested, which may be before any token."""
+        reply = self._reply(prompt, interrupt, quiet=as_json)
         if as_json:
             write_json(self._reply_object(reply))
-        return reply.finish_reason != INTERRUPTED
 
     def talk(self) -> None:
         """Read prompts from the terminal until the user leaves.

@@ -59,7 +59,8 @@ class Dialogue:
     ) -> Reply:
         """Answer one user turn, writing each piece of text as it comes, and remember both.
 
-        An interrupted answer is remembered as far as it got, so that one can go on from there.
+        An interrupted answer is remembered as far as it got, so that one can go on from there; where Ctrl-C came
+        before the first iteration, it has no tokens.
 
         Raises:
             PromptError: nothing but white space, or no room for an answer in the model's context.
@@ -74,12 +75,10 @@ class Dialogue:
         steps = []
         finish_reason = INTERRUPTED
         with closing(self._engine.generate([prompt], wanted)) as generation:
-            for step in generation:
+            while not interrupt.requested and (step := next(generation, None)) is not None:
                 steps.append(step)
                 write(step.texts[0])
                 finish_reason = step.finished[0] or INTERRUPTED
-                if interrupt.requested:
-                    break
         answer = "".join(step.texts[0] for step in steps)
         self._turns = [*turns, {"role": "assistant", "content": answer}]
         return Reply(

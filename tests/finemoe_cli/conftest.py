@@ -46,16 +46,37 @@ def environment_for(folder: Path) -> dict[str, str]:
     }
 
 
-def run_here(folder: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
-    """Run one command in this process, which has the libraries imported already; errors are raised."""
-    out, err = io.StringIO(), io.StringIO()
+class CtrlC(io.StringIO):
+    """A stream whose reader presses Ctrl-C on seeing ``text``, before the writer gets on."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._text in text:
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def run_here(folder: Path, *arguments: str, stdin: bytes = b"", ctrl_c_at: str | None = None) -> Outcome:
+    """Run one command in this process, which has the libraries imported already; errors are raised.
+
+    With ``ctrl_c_at``, Ctrl-C is pressed where stderr says that, and must be what ends the command.
+    """
+    out, err = io.StringIO(), io.StringIO() if ctrl_c_at is None else CtrlC(ctrl_c_at)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         for name in [name for name in os.environ if name.startswith("FINEMOE_")]:
             patch.delenv(name)
         for name, value in environment_for(folder).items():
             patch.setenv(name, value)
         patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        assert run_command(arguments) == 0
+        if ctrl_c_at is None:
+            assert run_command(arguments) == 0
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                run_command(arguments)
     return Outcome(out.getvalue(), err.getvalue())
 
 
