@@ -87,7 +87,7 @@ class Catalog:
 
         def work(session: Session) -> CatalogedStore:
             for fingerprint in (description.fingerprint, model):
-                self._model(session, fingerprint, description.model_name)
+                add_model(session, fingerprint, description.model_name)
             chosen = select(entities.Store).filter_by(store_id=description.store_id, location=location)
             store = session.scalar(chosen)
             if store is None:
@@ -103,11 +103,11 @@ class Catalog:
             session.flush()
             return CatalogedStore(store.id, store.capacity)
 
-        return self._transact(work)
+        return self.transact(work)
 
     def locations(self) -> list[str]:
         """Where stores have been opened, whether or not they are still there."""
-        return self._transact(lambda session: sorted(set(session.scalars(select(entities.Store.location)))))
+        return self.transact(lambda session: sorted(set(session.scalars(select(entities.Store.location)))))
 
     def begin_run(
         self,
@@ -131,7 +131,7 @@ class Catalog:
             session.flush()
             return _as_run(run)
 
-        return self._transact(work)
+        return self.transact(work)
 
     def commit(
         self, store_pk: int, run: Run, batch_id: str | None, rows: int, replaced: int, completed: int | None
@@ -152,7 +152,7 @@ class Catalog:
             session.flush()
             return _as_run(entity)
 
-        return self._transact(work)
+        return self.transact(work)
 
     def adopt(self, store_pk: int, model_digest: str, batches: Mapping[str, LoggedBatch]) -> list[str]:
         """Account for batches of the log whose writers died, or wrote to another catalog; return their ids."""
@@ -181,7 +181,7 @@ class Catalog:
                 )
             return unknown
 
-        return self._transact(work)
+        return self.transact(work)
 
     def finish_run(self, store_pk: int, run: Run, status: RunStatus) -> Run:
         def work(session: Session) -> Run:
@@ -190,14 +190,15 @@ class Catalog:
             session.flush()
             return _as_run(entity)
 
-        return self._transact(work)
+        return self.transact(work)
 
     def runs(self, store_pk: int) -> tuple[Run, ...]:
         """All runs of a store, the earliest first."""
         chosen = select(entities.Run).filter_by(store_pk=store_pk).order_by(entities.Run.started)
-        return self._transact(lambda session: tuple(_as_run(run) for run in session.scalars(chosen)))
+        return self.transact(lambda session: tuple(_as_run(run) for run in session.scalars(chosen)))
 
-    def _transact(self, work: Callable[[Session], Result]) -> Result:
+    def transact(self, work: Callable[[Session], Result]) -> Result:
+        """Do one piece of work in one transaction; where another process came first, once more."""
         with database_errors(self._engine.url.render_as_string()):
             try:
                 with Session(self._engine) as session, session.begin():
@@ -206,22 +207,6 @@ class Catalog:
                 # Another process inserted the same row first; now it is there to be found.
                 with Session(self._engine) as session, session.begin():
                     return work(session)
-
-    @staticmethod
-    def _model(session: Session, fingerprint: ModelFingerprint, name: str) -> None:
-        if session.get(entities.Model, fingerprint.digest) is None:
-            session.add(
-                entities.Model(
-                    digest=fingerprint.digest,
-                    name=name,
-                    architecture=fingerprint.architecture,
-                    layers=fingerprint.layers,
-                    experts=fingerprint.experts,
-                    top_k=fingerprint.top_k,
-                    hidden_size=fingerprint.hidden_size,
-                    fingerprint=fingerprint.to_dict(),
-                )
-            )
 
     @staticmethod
     def _dataset(session: Session, identity: str) -> entities.Dataset:
@@ -250,3 +235,20 @@ def _as_run(run: entities.Run) -> Run:
         started=run.started,
         updated=run.updated,
     )
+
+
+def add_model(session: Session, fingerprint: ModelFingerprint, name: str) -> None:
+    """Make a model known, if it is not."""
+    if session.get(entities.Model, fingerprint.digest) is None:
+        session.add(
+            entities.Model(
+                digest=fingerprint.digest,
+                name=name,
+                architecture=fingerprint.architecture,
+                layers=fingerprint.layers,
+                experts=fingerprint.experts,
+                top_k=fingerprint.top_k,
+                hidden_size=fingerprint.hidden_size,
+                fingerprint=fingerprint.to_dict(),
+            )
+        )
