@@ -31,41 +31,41 @@ _EXPERT_COUNTS = (
 _NAMED_MODEL_TYPES = 12
 
 
-def open_config(folder: Path) -> PreTrainedConfig:
-    """The transformers configuration of a model folder.
+def open_config(location: Path) -> PreTrainedConfig:
+    """The transformers configuration of a model folder, or in a file such as its config.json.
 
     Raises CheckpointError if config.json is missing or unreadable, UnsupportedModelError if the installed
     transformers has no causal language model of that type or the checkpoint is quantised.
     """
-    file = folder / "config.json"
+    file = location / "config.json" if location.is_dir() else location
     try:
         raw = json.loads(file.read_text())
         model_type = str(raw["model_type"])
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder}: no config.json, so this is no model folder; give the folder that holds one."
+            f"{location}: no config.json, so this is no model folder; give the folder that holds one."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: not a model configuration ({error!r}); download it again.") from error
     if model_type not in CONFIG_MAPPING_NAMES:
         reason = "needs its own code (trust_remote_code)" if "auto_map" in raw else "is unknown"
         raise UnsupportedModelError(
-            f"{folder}: model type {model_type!r} {reason}; transformers {transformers.__version__} lacks it. "
+            f"{location}: model type {model_type!r} {reason}; transformers {transformers.__version__} lacks it. "
             + _what_works(model_type)
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False)
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file}: not a configuration of {model_type} ({reason}); download it again.") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{folder}: {model_type} is no causal language model. " + _what_works(model_type))
+        raise UnsupportedModelError(f"{location}: {model_type} is no causal language model. " + _what_works(model_type))
     if not model_class(config)._can_set_experts_implementation():
-        raise _unsupported(config, str(folder))
+        raise _unsupported(config, str(location))
     if getattr(config, "quantization_config", None):
         method = raw.get("quantization_config", {}).get("quant_method", "unknown method")
         raise UnsupportedModelError(
-            f"{folder}: the checkpoint is quantised ({method}); finemoe keeps weights as they are and reads "
+            f"{location}: the checkpoint is quantised ({method}); finemoe keeps weights as they are and reads "
             "float32, bfloat16 or float16 ones, so give such a version of the model."
         )
     return config

@@ -38,10 +38,11 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device and its bus: link bandwidth [bytes/s], copy latency [s], device memory bandwidth [bytes/s]."""
+    """A device and its bus: link bandwidth [bytes/s], copy latency [s], device memory [bytes] and its bandwidth."""
 
     bandwidth: float
     latency: float
+    memory_bytes: int
     memory_bandwidth: float
 
 
@@ -54,10 +55,10 @@ class ModelSize:
 
 
 MACHINES = {
-    "rtx3090": Machine(bandwidth=25e9, latency=10e-6, memory_bandwidth=936e9),
-    "rtx4090": Machine(bandwidth=25e9, latency=10e-6, memory_bandwidth=1008e9),
-    "a100": Machine(bandwidth=25e9, latency=10e-6, memory_bandwidth=2039e9),
-    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bandwidth=4800e9),
+    "rtx3090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=936e9),
+    "rtx4090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=1008e9),
+    "a100": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=80 << 30, memory_bandwidth=2039e9),
+    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bytes=int(141e9), memory_bandwidth=4800e9),
 }
 
 MODEL_SIZES = {
@@ -88,7 +89,11 @@ def preset(name: str) -> Hardware:
             f"no hardware preset {name!r}: join one of {', '.join(MACHINES)} and one of {', '.join(MODEL_SIZES)} "
             "by a slash, such as h200/qwen1.5"
         )
-    machine, model = MACHINES[machine_name], MODEL_SIZES[model_name]
+    return estimate(MACHINES[machine_name], MODEL_SIZES[model_name])
+
+
+def estimate(machine: Machine, model: ModelSize) -> Hardware:
+    """A model on a machine by the bytes it moves, as ``preset`` does it; nothing of it is measured."""
     return Hardware(
         expert_bytes=model.expert_bytes,
         bandwidth=machine.bandwidth,

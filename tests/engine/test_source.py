@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.architecture import build_skeleton, require_moe_layers, supported_model_types
 from engine.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from engine.hub import find_config
 from engine.source import resolve_model
 from tests.engine.local_hub import REVISION, LocalHub, serve
 from tests.engine.tiny_models import TINY_FAMILIES
@@ -99,6 +100,7 @@ class ModelHub(LocalHub):
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         path = path.replace("/api/models/", "/api/datasets/").replace("/revision/main", f"/revision/{REVISION}")
+        path = path.replace("/resolve/main/", f"/resolve/{REVISION}/")
         status, headers, body = super().answer("/datasets" + path if path.startswith(f"/{self.repository}/") else path)
         if "ETag" in headers:
             headers["ETag"] = f'"{hashlib.sha256(body).hexdigest()}"'
@@ -131,6 +133,22 @@ def test_a_hub_model_is_downloaded_once(hub_settings: pytest.MonkeyPatch) -> Non
     assert resolve_model("someone/demo-moe").folder == source.folder, "taken from the cache without the hub"
     hub_settings.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model("someone/demo-moe").folder == source.folder
+
+
+def test_of_a_hub_model_the_configuration_alone_can_be_had(hub_settings: pytest.MonkeyPatch) -> None:
+    files = {file.name: file.read_bytes() for file in DEMO.iterdir()}
+    with serve(ModelHub("someone/demo-moe", files)) as address:
+        use_hub(hub_settings, address)
+        file = find_config("someone/demo-moe")
+    assert [found.name for found in file.parent.iterdir()] == ["config.json"]
+    assert file.read_bytes() == files["config.json"]
+
+
+def test_a_hub_repository_without_a_configuration_is_no_model(hub_settings: pytest.MonkeyPatch) -> None:
+    with serve(ModelHub("someone/demo-moe", {"README.md": b""})) as address:
+        use_hub(hub_settings, address)
+        with pytest.raises(ModelNotFoundError, match=r"has no config\.json of it"):
+            find_config("someone/demo-moe")
 
 
 @pytest.mark.parametrize(
