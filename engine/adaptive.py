@@ -42,6 +42,9 @@ class ExpectedUse:
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """The policy sets what experts are worth."""
 
+    def record_load(self, key: int) -> None:
+        """An expert's worth does not depend on where it is."""
+
     def record_eviction(self, key: int) -> None:
         """An expert's worth does not depend on where it is."""
 

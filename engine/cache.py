@@ -38,10 +38,17 @@ class ExpertCache:
 
     A pinned expert (the running layer still needs it) and a loading one are never evicted, and a
     speculative load never evicts an expert worth more than itself (DESIGN section 4).
+
+    Args:
+        partitions: 1 for one cache of all layers, L for an equal share of the slots for each.
     """
 
-    def __init__(self, num_keys: int, slots: int, rule: EvictionRule) -> None:
+    def __init__(self, num_keys: int, slots: int, rule: EvictionRule, partitions: int = 1) -> None:
         self.rule = rule
+        self._share = slots // partitions
+        self._keys_a_share = num_keys // partitions
+        self._held = [0] * partitions
+        slots = self._share * partitions
         self.slots = slots
         # Lists where the token loop looks up single experts, arrays where a victim is chosen among all slots.
         self._slot_of = [-1] * num_keys
@@ -77,10 +84,10 @@ class ExpertCache:
     def record_use(self, keys: Sequence[int]) -> None:
         """The running layer routed to these experts: recency and frequency follow, resident or not."""
         self.rule.record_use(keys)
-        self._clock += 1
         for key in keys:
             slot = self._slot_of[key]
             if slot >= 0:
+                self._clock += 1
                 self._last_use[slot] = self._clock
                 self._unused[slot] = False
 
@@ -110,10 +117,12 @@ class ExpertCache:
             raise RuntimeError(f"expert {key} already holds a slot")
         evicted: int | None = None
         unused = False
-        if self._free:
+        partition = key // self._keys_a_share
+        if self._held[partition] < self._share:
             slot = self._free.pop()
+            self._held[partition] += 1
         else:
-            victim = self._choose_victim(speculative_value)
+            victim = self._choose_victim(partition, speculative_value)
             if victim is None:
                 return None
             slot = victim
@@ -128,6 +137,7 @@ class ExpertCache:
         self._unused[slot] = speculative_value is not None
         self._clock += 1
         self._last_use[slot] = self._clock
+        self.rule.record_load(key)
         return Reservation(key, slot, evicted, unused)
 
     def commit(self, key: int) -> None:
@@ -148,9 +158,13 @@ class ExpertCache:
         self._pins[slot] = 0
         self._unused[slot] = False
         self._free.append(slot)
+        self._held[key // self._keys_a_share] -= 1
 
-    def _choose_victim(self, speculative_value: float | None) -> int | None:
-        values = np.where(self._evictable, self.rule.values(self._key_in), np.inf)
+    def _choose_victim(self, partition: int, speculative_value: float | None) -> int | None:
+        evictable = self._evictable
+        if len(self._held) > 1:
+            evictable = evictable & (self._key_in // self._keys_a_share == partition)
+        values = np.where(evictable, self.rule.values(self._key_in), np.inf)
         lowest = values.min()
         if lowest == np.inf or (speculative_value is not None and lowest > speculative_value):
             return None

@@ -12,30 +12,34 @@ from engine.cache import ExpertCache
 from engine.checkpoint import load_model
 from engine.devices import choose_device, choose_dtype, free_bytes
 from engine.errors import PromptError, UsageError
-from engine.eviction import EvictionRule, LeastRecentlyUsed, ProbabilityFrequency
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
 from engine.generation import TokenLoop
+from engine.hardware import Hardware
 from engine.links import open_link
+from engine.gate_probe import find_gates
+from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs, build_policy
 from engine.matcher import Matcher
-from engine.matcher_thread import MatcherThread
+from engine.matcher_thread import InlineMatcher, MatcherThread
 from engine.observer import GateObserver, join_subscribers
+from engine.policies import OnDemand
+from engine.policy_names import cache_partitions
 from engine.records import ExpertMapLibrary
 from engine.slots import DeviceSlots, slot_bytes, slots_within
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step, Traffic
 from engine.trace_files import TraceWriter
 from engine.trace_recorder import TraceRecorder
+from engine.traces import RoutingTrace
 from engine.transfers import TransferEngine
-
-DEFAULT_DISTANCE = 3
+from engine.virtual_transfers import VirtualTransferEngine
 
 
 class Engine:
     """Generates with a Mixture-of-Experts model under a budget for its experts. A context manager.
 
-    Without a library of expert maps the cache is plain LRU and nothing is loaded ahead; with one, the
-    engine searches it, prefetches and evicts by it, and gives every iteration back to it.
+    A policy by name decides what is loaded ahead and evicted; every iteration is given back to the library of
+    expert maps, if there is one.
     """
 
     def __init__(
@@ -46,7 +50,11 @@ class Engine:
         device: str,
         dtype: str,
         library: ExpertMapLibrary | None,
+        policy: str | None,
         distance: int,
+        history: RoutingTrace | None,
+        future: RoutingTrace | None,
+        clock: Hardware | None,
         progress: Callable[[int, int], None] | None,
         trace: TraceWriter | None,
     ) -> None:
@@ -57,14 +65,19 @@ class Engine:
         self.fingerprint = source.fingerprint
         self.context_length = source.context_length
         top_k = source.fingerprint.top_k
+        self.policy = policy or ("lru" if library is None else "finemoe")
+        self.distance = distance
+        partitions = cache_partitions(self.policy, source.fingerprint.layers)
 
         def admit(expert_bytes: int, experts: int) -> None:
             if not cache.is_automatic:
                 budget = cache.resolve(experts * slot_bytes(expert_bytes), None)
-                slots_within(budget, expert_bytes, experts, top_k)
+                slots_within(budget, expert_bytes, experts, top_k, partitions)
 
         loaded = load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
+        inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future)
+        chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
@@ -72,23 +85,28 @@ class Engine:
         self.total_expert_bytes = host.layers * host.experts * self.expert_bytes
         self.budget_bytes = cache.resolve(self.total_expert_bytes, free_bytes(self.device))
         keys = host.layers * host.experts
-        self.slots = slots_within(self.budget_bytes, host.expert_bytes, keys, top_k)
-        rule: EvictionRule = LeastRecentlyUsed(keys) if library is None else ProbabilityFrequency(keys)
+        self.slots = slots_within(self.budget_bytes, host.expert_bytes, keys, top_k, partitions)
         slots = DeviceSlots(host, self.slots, self.device)
         # The last step that may refuse the model: what follows starts threads, which only ``close`` ends.
         accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
-        self._transfers = TransferEngine(
-            host, slots, ExpertCache(keys, self.slots, rule), open_link(host, slots, self.device)
-        )
-        self._matcher: MatcherThread | None = None
-        if library is not None:
-            matcher = Matcher(library, loaded.layers, self._transfers, distance)
+        cached = ExpertCache(keys, self.slots, chosen.rule, partitions)
+        link = open_link(host, slots, self.device)
+        if clock is None:
+            self._transfers = TransferEngine(host, slots, cached, link)
+        else:
+            self._transfers = VirtualTransferEngine(host, slots, cached, link, clock)
+        self._transfers.start()
+        matcher = Matcher(chosen, library, loaded.layers, self._transfers)
+        self._matcher: MatcherThread | InlineMatcher | None = None
+        if clock is not None:
+            self._matcher = InlineMatcher(matcher, loaded.layers)
+        elif library is not None or not isinstance(chosen, OnDemand):
             self._matcher = MatcherThread(matcher, loaded.layers, guiding=self.slots < keys)
         self._observer = GateObserver(
             loaded.model,
             loaded.layers,
             join_subscribers(self._matcher, recorder),
-            gate_inputs=recorder is not None and recorder.gate_inputs,
+            gate_inputs=chosen.needs_gate_inputs or (recorder is not None and recorder.gate_inputs),
         )
         self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
         self._executor.attach()
@@ -112,7 +130,11 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         library: ExpertMapLibrary | None = None,
+        policy: str | None = None,
         distance: int = DEFAULT_DISTANCE,
+        history: RoutingTrace | None = None,
+        future: RoutingTrace | None = None,
+        clock: Hardware | None = None,
         progress: Callable[[int, int], None] | None = None,
         trace: TraceWriter | None = None,
     ) -> Engine:
@@ -120,13 +142,18 @@ class Engine:
 
         Args:
             cache: budget for the device slots.
-            library: expert maps of this model; None for a plain LRU cache.
+            library: expert maps of this model.
+            policy: by name; None for ``finemoe`` where there is a library and ``lru`` where there is none.
             distance: d, layers between a prefetch decision and its use.
+            history: routing of earlier requests, for policies that count it.
+            future: routing of the requests to come, one after the other, for the policies that know it.
+            clock: time model of a virtual clock: copies then take its time instead of their own, and what is hit, late
+                or missed depends on nothing but the routing. None for the machine's own time.
             progress: told (bytes loaded, bytes in all).
             trace: is written the routing of every iteration.
 
         Raises:
-            BudgetError, DeviceError, CheckpointError, UnsupportedModelError, UsageError
+            BudgetError, DeviceError, CheckpointError, PolicyError, UnsupportedModelError, UsageError
         """
         return cls(
             source,
@@ -134,7 +161,11 @@ class Engine:
             device=device,
             dtype=dtype,
             library=library,
+            policy=policy,
             distance=distance,
+            history=history,
+            future=future,
+            clock=clock,
             progress=progress,
             trace=trace,
         )

@@ -9,7 +9,11 @@ import numpy as np
 
 
 class EvictionRule(Protocol):
-    """Values resident experts; the lowest value is evicted first."""
+    """Values resident experts; the lowest value is evicted first.
+
+    Uses, loads and evictions are recorded under the lock of the cache. Guidance comes from the policy's own thread and
+    may be read half written: it moves a choice between experts, never a result.
+    """
 
     def record_use(self, keys: Sequence[int]) -> None:
         """These experts were routed in the layer that runs now, each named once."""
@@ -17,6 +21,10 @@ class EvictionRule(Protocol):
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """The matched map(s) of the running iteration, flattened to [L * J]."""
+        ...
+
+    def record_load(self, key: int) -> None:
+        """The expert has been given a slot."""
         ...
 
     def record_eviction(self, key: int) -> None:
@@ -33,19 +41,22 @@ class EvictionRule(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Evict the expert whose last use lies furthest back; speculation has no value it could compare."""
+    """Evict the expert whose last use or load lies furthest back; speculation has no value it could compare."""
 
     def __init__(self, num_keys: int) -> None:
         self._last_use = np.zeros(num_keys, dtype=np.int64)
         self._clock = 0
 
     def record_use(self, keys: Sequence[int]) -> None:
-        self._clock += 1
         for key in keys:
-            self._last_use[key] = self._clock
+            self.record_load(key)
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """Recency alone decides."""
+
+    def record_load(self, key: int) -> None:
+        self._clock += 1
+        self._last_use[key] = self._clock
 
     def record_eviction(self, key: int) -> None:
         """Recency alone decides."""
@@ -69,6 +80,9 @@ class LeastFrequentlyUsed:
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """Frequency alone decides."""
+
+    def record_load(self, key: int) -> None:
+        """A load is no use."""
 
     def record_eviction(self, key: int) -> None:
         """An expert's frequency outlives its slot."""
@@ -103,6 +117,9 @@ class ProbabilityFrequency:
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         self._probability[:] = probabilities
+
+    def record_load(self, key: int) -> None:
+        """A load is no use."""
 
     def record_eviction(self, key: int) -> None:
         if self._while_cached:

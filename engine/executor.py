@@ -70,13 +70,13 @@ class HostDrivenExecutor:
         layer: int = module.finemoe_layer
         # The one host wait a layer: the host has to know the routed ids to load what is missing.
         ids = top_k_index.cpu().numpy()
+        self._transfers.arrive(self._observer.position(layer), len(ids))
         rows = self._observer.decide(layer, ids, top_k_weights)
         counted = np.unique(ids if rows is None else ids[rows]).tolist()
         assigned = _assign_rows(ids, module.num_experts, hidden.device)
         dtype = self._accumulation.dtype(hidden, top_k_weights)
         outputs: dict[int, torch.Tensor] = {}
-        position = self._observer.position(layer)
-        for expert, tensors in self._transfers.serve(layer, list(assigned), counted, position):
+        for expert, tensors in self._transfers.serve(layer, list(assigned), counted):
             ranks, tokens = assigned[expert]
             state = apply_expert(module, tensors, hidden[tokens])
             outputs[expert] = (state * top_k_weights[tokens, ranks, None]).to(dtype)
@@ -91,13 +91,14 @@ class HostDrivenExecutor:
         """The same for T = 1, without gathering and scattering its only row."""
         layer: int = module.finemoe_layer
         ids: list[int] = top_k_index[0].tolist()
+        self._transfers.arrive(self._observer.position(layer), tokens=1)
         self._observer.decide(layer, ids, top_k_weights)
         # One weight [1] an expert; an expert chosen twice, as hash routing may, is computed once and added twice.
         weights = list(zip(ids, top_k_weights[0].split(1), strict=True))
         experts = sorted({expert for expert in ids if expert < module.num_experts})
         dtype = self._accumulation.dtype(hidden, top_k_weights)
         states: dict[int, torch.Tensor] = {}
-        for expert, tensors in self._transfers.serve(layer, experts, experts, self._observer.position(layer)):
+        for expert, tensors in self._transfers.serve(layer, experts, experts):
             states[expert] = apply_expert(module, tensors, hidden)
         result = torch.zeros_like(hidden, dtype=dtype)
         for expert in experts:

@@ -18,6 +18,7 @@ class Hardware:
         layer_seconds: c, computing one layer with every expert resident; half before the gate has decided.
         chunk_bytes: size of the pieces a prefetch is copied in; it stops for a miss at the end of a piece. 0 stops it
             anywhere.
+        token_seconds: what each further token of a prefill adds to a layer's computing time.
     """
 
     expert_bytes: int
@@ -25,6 +26,11 @@ class Hardware:
     latency: float
     layer_seconds: float
     chunk_bytes: int
+    token_seconds: float = 0.0
+
+    def layer_time(self, tokens: int) -> float:
+        """Seconds to compute one layer for so many tokens with every expert resident."""
+        return self.layer_seconds + (tokens - 1) * self.token_seconds
 
     @property
     def copy_seconds(self) -> float:

@@ -130,6 +130,10 @@ class ActivationCounts:
         self.rows = matrices / matrices.sum(axis=2, keepdims=True)
         self._flat = _normalized(matrices.reshape(len(matrices), -1))
 
+    def nearest(self, counts: np.ndarray) -> np.ndarray:
+        """Index [S] of the stored request nearest to each of these counts [S, L, J]."""
+        return (_normalized(counts.reshape(len(counts), -1)) @ self._flat.T).argmax(axis=1)
+
     def search(self, request: TracedRequest) -> Guidance:
         """The request nearest to what this one has used before each iteration; nothing guides its first one."""
         uses = request.uses(self.rows.shape[2])

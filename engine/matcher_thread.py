@@ -1,4 +1,4 @@
-"""Running a matcher beside the token loop."""
+"""Running a matcher beside the token loop, or in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from engine.errors import FinemoeError
 from engine.families import MoELayer, to_probabilities
-from engine.matcher import Matcher, routed_distribution
+from engine.matcher import Matcher
+from engine.observations import routed_distribution
 from engine.observer import Iteration
 
 
@@ -58,9 +59,11 @@ class MatcherThread:
         weights: torch.Tensor,
         inputs: torch.Tensor | None = None,
     ) -> None:
-        gate = _Gate(self._layers[layer], scores, ids, weights)
+        # The thread reads it later, when the model may have written over its own tensor.
+        kept = None if inputs is None else inputs.clone()
+        gate = _Gate(self._layers[layer], scores, ids, weights, kept)
         if self._guiding:
-            self._events.put(lambda: self._matcher.observe(layer, gate.probabilities()))
+            self._events.put(lambda: gate.tell(self._matcher, layer))
             return
         self._gates.append(gate)
         if layer == len(self._layers) - 1 and self._opening is not None:
@@ -105,18 +108,60 @@ class MatcherThread:
                 self._failure = failure
 
 
+class InlineMatcher:
+    """The same in the token loop, which waits: what a virtual clock needs, whose time does not pass meanwhile."""
+
+    def __init__(self, matcher: Matcher, layers: Sequence[MoELayer]) -> None:
+        self._matcher = matcher
+        self._layers = layers
+
+    def begin(self, iteration: Iteration, embeddings: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        self._matcher.begin(iteration, embeddings.numpy())
+
+    def decide(
+        self,
+        layer: int,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None = None,
+    ) -> None:
+        _Gate(self._layers[layer], scores, ids, weights, inputs).tell(self._matcher, layer)
+
+    def drain(self) -> None:
+        """Everything has been handled when it was published."""
+
+    def check(self) -> None:
+        """What the matcher raises has been raised."""
+
+    def close(self) -> None:
+        """There is no thread to stop."""
+
+
 class _Gate:
     """What one layer's gate decided, in the tensors the forward pass had anyway."""
 
-    __slots__ = ("_ids", "_layer", "_weights", "scores")
+    __slots__ = ("_ids", "_inputs", "_layer", "_weights", "scores")
 
     def __init__(
-        self, layer: MoELayer, scores: torch.Tensor | None, ids: np.ndarray | Sequence[int], weights: torch.Tensor
+        self,
+        layer: MoELayer,
+        scores: torch.Tensor | None,
+        ids: np.ndarray | Sequence[int],
+        weights: torch.Tensor,
+        inputs: torch.Tensor | None,
     ) -> None:
         self._layer = layer
         self._ids = ids
         self._weights = weights
+        self._inputs = inputs
         self.scores = scores
+
+    def tell(self, matcher: Matcher, layer: int) -> None:
+        inputs = None if self._inputs is None else self._inputs.float().numpy()
+        matcher.observe(layer, self.probabilities(), self._ids, inputs)
 
     def probabilities(self) -> np.ndarray:
         """float32 [T, J]; where the router cannot be observed, the routing weights stand in."""

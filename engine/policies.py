@@ -1,4 +1,4 @@
-"""What a replay asks of a policy, and the policies that need nothing but a rule, a search, or the future."""
+"""What engines and replays ask of a policy, and the policies that need nothing but a rule, a search, or the future."""
 
 from __future__ import annotations
 
@@ -9,20 +9,50 @@ import numpy as np
 
 from engine.eviction import EvictionRule
 from engine.map_search import Guidance
+from engine.observations import ObservedGate, ObservedIteration
 from engine.selection import select_many
-from engine.traces import RoutingTrace, TracedRequest
+from engine.traces import TracedRequest
 from engine.transfer_queue import Prefetch
 
 NOTHING: tuple[Prefetch, ...] = ()
 Offers = Sequence[Prefetch]
-_NEVER = 1e15
+
+LibraryScores = tuple[np.ndarray | None, np.ndarray | None]
+"""Cosines [S, n] of S sequences with a library's maps, by embedding and by trajectory; None where none was sought."""
+
+NOT_SEARCHED: LibraryScores = (None, None)
 
 
 class Policy(Protocol):
-    """A predictor with its selection, which offers prefetches, and an eviction rule.
+    """A predictor with its selection, which offers prefetches, and an eviction rule, told event by event.
 
-    A policy is handed a whole request so that it can predict in few large operations; what it answers for an iteration
-    and layer must not depend on anything later.
+    Attributes:
+        per_layer: the cache is divided evenly among the layers.
+        needs_gate_inputs: gates are to be observed with their inputs.
+    """
+
+    rule: EvictionRule
+    per_layer: bool
+    needs_gate_inputs: bool
+
+    @property
+    def library_scores(self) -> LibraryScores:
+        """What the searches of the iteration just observed ended with, to spare the library a second one."""
+        ...
+
+    def begin(self, iteration: ObservedIteration) -> Offers:
+        """What to prefetch before the first gate of an iteration has decided."""
+        ...
+
+    def observe(self, gate: ObservedGate) -> Offers:
+        """What to prefetch once a gate has decided."""
+        ...
+
+
+class PreparedPolicy(Protocol):
+    """A policy in the form of fast replays: handed a whole request, it predicts in few large operations.
+
+    What it answers for an iteration and layer must not depend on anything later.
     """
 
     rule: EvictionRule
@@ -41,8 +71,56 @@ class Policy(Protocol):
         ...
 
 
+class Streamed:
+    """A policy replayed event by event, just as a live engine drives it."""
+
+    def __init__(self, policy: Policy, experts: int) -> None:
+        self.rule = policy.rule
+        self.per_layer = policy.per_layer
+        self._policy = policy
+        self._experts = experts
+        self._iterations = 0
+        self._request: TracedRequest | None = None
+        self._maps = self._uses = np.empty((0, 0, 0), dtype=np.float32)
+
+    def begin_request(self, request: TracedRequest, position: int) -> None:
+        self._request = request
+        self._maps, self._uses = request.maps(self._experts), request.uses(self._experts)
+
+    def begin_iteration(self, iteration: int) -> Offers:
+        request = self._request
+        assert request is not None
+        embeddings = None if request.embeddings is None else request.embeddings[iteration : iteration + 1]
+        self._iterations += 1
+        return self._policy.begin(
+            ObservedIteration(self._iterations - 1, request.phases[iteration], (request.request,), embeddings)
+        )
+
+    def observe(self, iteration: int, layer: int) -> Offers:
+        return self._policy.observe(
+            ObservedGate(layer, self._maps[iteration, layer][None], self._uses[iteration, layer][None], None)
+        )
+
+
 class OnDemand:
     """Loads what a gate has decided, nothing else; with one cache for all layers or a share for each."""
+
+    needs_gate_inputs = False
+    library_scores = NOT_SEARCHED
+
+    def __init__(self, rule: EvictionRule, per_layer: bool = False) -> None:
+        self.rule = rule
+        self.per_layer = per_layer
+
+    def begin(self, iteration: ObservedIteration) -> Offers:
+        return NOTHING
+
+    def observe(self, gate: ObservedGate) -> Offers:
+        return NOTHING
+
+
+class PreparedOnDemand:
+    """The same for replays."""
 
     def __init__(self, rule: EvictionRule, per_layer: bool = False) -> None:
         self.rule = rule
@@ -129,66 +207,3 @@ class Guided:
             likely = distributions[i, ids].tolist()
             flat.append([Prefetch(base + e, position + i, p) for e, p in zip(ids, likely, strict=True)])
         return [flat[t * layers : (t + 1) * layers] for t in range(iterations)]
-
-
-class NextUse:
-    """Belady's rule: evict what is used furthest in the future. It knows the trace and is a bound, not a policy.
-
-    Ties are impossible but among experts never used again.
-    """
-
-    def __init__(self, trace: RoutingTrace) -> None:
-        experts = trace.manifest.experts
-        positions = [keys for request in trace.requests for layers in request.keys(experts) for keys in layers]
-        self._next = np.full(trace.manifest.keys, _NEVER)
-        self._following: list[list[float]] = [[]] * len(positions)
-        upcoming = [_NEVER] * trace.manifest.keys
-        for position in range(len(positions) - 1, -1, -1):
-            self._following[position] = [upcoming[key] for key in positions[position]]
-            for key in positions[position]:
-                upcoming[key] = position
-        self._next[:] = upcoming
-        self._position = 0
-
-    def record_use(self, keys: Sequence[int]) -> None:
-        self._next[list(keys)] = self._following[self._position]
-        self._position += 1
-
-    def record_guidance(self, probabilities: np.ndarray) -> None:
-        """The future needs no guidance."""
-
-    def record_eviction(self, key: int) -> None:
-        """The future does not depend on it."""
-
-    def values(self, keys: np.ndarray) -> np.ndarray:
-        return -self._next[keys]
-
-    def speculative_value(self, key: int, probability: float) -> float:
-        return -float(self._next[key])
-
-
-class Perfect:
-    """Prefetches the experts of the next L layers in the order of their use, and evicts by Belady's rule."""
-
-    per_layer = False
-
-    def __init__(self, trace: RoutingTrace) -> None:
-        self.rule: EvictionRule = NextUse(trace)
-        self._horizon = trace.manifest.layers
-        self._position = 0
-        every = [layer for request in trace.requests for it in request.keys(trace.manifest.experts) for layer in it]
-        self._due = [[Prefetch(key, position, 1.0) for key in keys] for position, keys in enumerate(every)]
-
-    def begin_request(self, request: TracedRequest, position: int) -> None:
-        """The next request follows as any iteration does."""
-
-    def begin_iteration(self, iteration: int) -> Offers:
-        return self._ahead()
-
-    def observe(self, iteration: int, layer: int) -> Offers:
-        self._position += 1
-        return self._ahead()
-
-    def _ahead(self) -> Offers:
-        upcoming = self._due[self._position : self._position + self._horizon]
-        return [prefetch for layer in upcoming for prefetch in layer]

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from engine.adaptive import Adaptive
+from engine.bounds import NextUse, PreparedPerfect
 from engine.errors import PolicyError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
 from engine.hardware import Hardware
 from engine.map_search import ActivationCounts, MapArchive
-from engine.policies import Guided, NextUse, OnDemand, Perfect, Policy
+from engine.policies import Guided, PreparedOnDemand, PreparedPolicy
 from engine.traces import RoutingTrace
 from engine.use_forecast import UseForecaster
-
-DEFAULT_DISTANCE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class PolicyFactory:
     def _counts(self) -> ActivationCounts:
         return ActivationCounts(self._store)
 
-    def build(self, name: str) -> Policy:
+    def build(self, name: str) -> PreparedPolicy:
         """A policy in its first state.
 
         Raises:
@@ -94,10 +93,10 @@ class PolicyFactory:
         """
         check_policies([name])
         keys = self._test.manifest.keys
-        builders: dict[str, Callable[[], Policy]] = {
-            "lru": lambda: OnDemand(LeastRecentlyUsed(keys)),
-            "lru-layer": lambda: OnDemand(LeastRecentlyUsed(keys), per_layer=True),
-            "lfu": lambda: OnDemand(LeastFrequentlyUsed(keys)),
+        builders: dict[str, Callable[[], PreparedPolicy]] = {
+            "lru": lambda: PreparedOnDemand(LeastRecentlyUsed(keys)),
+            "lru-layer": lambda: PreparedOnDemand(LeastRecentlyUsed(keys), per_layer=True),
+            "lfu": lambda: PreparedOnDemand(LeastFrequentlyUsed(keys)),
             "moe-infinity": lambda: self._counted(LeastFrequentlyUsed(keys), self._test.manifest.layers),
             "hit-count": lambda: self._counted(LeastRecentlyUsed(keys), self._distance),
             "map-t": lambda: self._mapped(LeastRecentlyUsed(keys), semantic=False, by_score=False),
@@ -108,15 +107,15 @@ class PolicyFactory:
                 ProbabilityFrequency(keys, while_cached=True), semantic=True, by_score=True
             ),
             "adaptive": lambda: Adaptive(self._test.manifest, self._hardware, self._forecast),
-            "oracle": lambda: OnDemand(NextUse(self._test)),
-            "perfect": lambda: Perfect(self._test),
+            "oracle": lambda: PreparedOnDemand(NextUse(self._test)),
+            "perfect": lambda: PreparedPerfect(self._test),
         }
         return builders[name]()
 
-    def _counted(self, rule: EvictionRule, distance: int) -> Policy:
+    def _counted(self, rule: EvictionRule, distance: int) -> PreparedPolicy:
         return Guided(rule, self._search_counts, distance, self._test.manifest.top_k, by_score=False)
 
-    def _mapped(self, rule: EvictionRule, semantic: bool, by_score: bool) -> Policy:
+    def _mapped(self, rule: EvictionRule, semantic: bool, by_score: bool) -> PreparedPolicy:
         return Guided(
             rule,
             lambda request: self._search_maps(request, semantic),
@@ -124,6 +123,16 @@ class PolicyFactory:
             self._test.manifest.top_k,
             by_score,
         )
+
+
+def cache_partitions(name: str, layers: int) -> int:
+    """Into how many equal shares a policy divides the cache.
+
+    Raises:
+        PolicyError: no policy has that name.
+    """
+    check_policies([name])
+    return layers if name == "lru-layer" else 1
 
 
 def check_policies(names: Sequence[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.errors import BudgetError
 from engine.hardware import Hardware
-from engine.policies import Policy
+from engine.link_clock import LinkClock
+from engine.policies import PreparedPolicy
 from engine.residents import Residents
 from engine.traces import RoutingTrace
 from engine.transfer_queue import TransferQueue
@@ -20,16 +21,17 @@ WARM_UP_ITERATIONS = 200
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Totals of the iterations after the warm-up; shares are of routed experts.
+    """Totals of one phase after the warm-up; shares are of routed experts.
 
     Attributes:
-        iterations: decode steps and prefills replayed.
+        iterations: prefills or decode steps.
         routed: experts that gates chose.
         hit, late, miss: shares of them that were resident, under way, or neither when the gate had decided.
-        bytes_moved: over the link, copies under way at the end in part.
+        bytes_moved: over the link, of copies that arrived and of experts read in place.
         wasted_bytes: of prefetched experts evicted before any use.
         stall_seconds: the device waited for the link.
         seconds: in all.
+        prefill: the same for the prefills of the trace, whose mean time is the TTFT; None where there are none.
     """
 
     iterations: int
@@ -37,10 +39,11 @@ class ReplayOutcome:
     hit: float
     late: float
     miss: float
-    bytes_moved: float
+    bytes_moved: int
     wasted_bytes: int
     stall_seconds: float
     seconds: float
+    prefill: ReplayOutcome | None = None
 
     @property
     def tpot_seconds(self) -> float:
@@ -64,7 +67,9 @@ class Replay:
         BudgetError: room for fewer than K experts.
     """
 
-    def __init__(self, trace: RoutingTrace, policy: Policy, hardware: Hardware, capacity: int, in_place: bool) -> None:
+    def __init__(
+        self, trace: RoutingTrace, policy: PreparedPolicy, hardware: Hardware, capacity: int, in_place: bool
+    ) -> None:
         manifest = trace.manifest
         partitions = manifest.layers if policy.per_layer else 1
         if capacity // partitions < manifest.top_k:
@@ -80,45 +85,54 @@ class Replay:
         self._in_place = in_place
         self._residents = Residents(policy.rule, manifest.experts, capacity, partitions)
         self._queue = TransferQueue()
+        self._clock = LinkClock(hardware, self._start_next, self._arrive)
         self._fills: deque[int] = deque()
-        self._remaining = 0.0
         self._position = -1
         self._pinned: Sequence[int] = ()
-        self._copy = hardware.copy_seconds
-        self._read = hardware.expert_bytes / hardware.bandwidth
         self._hits = self._late = self._misses = 0
-        self._copies = self._reads = 0
-        self._stall = self._busy = 0.0
+        self._computed = 0.0
 
     def run(self, warm_up: int = WARM_UP_ITERATIONS) -> ReplayOutcome:
         """Replay the whole trace; the first ``warm_up`` iterations are not counted.
 
+        Returns:
+            what the decode steps found; the prefills' where the trace has nothing else.
+
         Raises:
             RuntimeError: bytes or room do not add up, which would be a fault of the replay.
         """
-        manifest = self._trace.manifest
-        total = self._trace.iterations
-        warm_up = warm_up if warm_up < total else 0
+        experts = self._trace.manifest.experts
+        warm_up = warm_up if warm_up < self._trace.iterations else 0
         done = 0
-        before = self._totals()
-        half = self._hardware.layer_seconds / 2
-        policy, queue = self._policy, self._queue
+        counted = {"prefill": 0, "decode": 0}
+        totals = {phase: np.zeros(7) for phase in counted}
         for request in self._trace.requests:
-            policy.begin_request(request, self._position + 1)
-            for iteration, layers in enumerate(request.keys(manifest.experts)):
-                if done == warm_up:
-                    before = self._totals()
-                queue.offer(policy.begin_iteration(iteration))
-                for layer, keys in enumerate(layers):
-                    self._compute(half)
-                    self._position += 1
-                    self._rule.record_use(keys)
-                    queue.offer(policy.observe(iteration, layer))
-                    self._serve(keys)
-                    self._compute(half)
+            self._policy.begin_request(request, self._position + 1)
+            tokens = request.tokens.tolist()
+            for iteration, layers in enumerate(request.keys(experts)):
+                before = self._totals()
+                self._step(iteration, layers, self._hardware.layer_time(tokens[iteration]) / 2)
+                if done >= warm_up:
+                    phase = request.phases[iteration]
+                    totals[phase] += self._totals() - before
+                    counted[phase] += 1
                 done += 1
-        self._check_bytes()
-        return self._outcome(total - warm_up, before)
+        self._clock.check()
+        outcomes = {phase: _outcome(counted[phase], totals[phase]) for phase in counted if counted[phase]}
+        prefill = outcomes.get("prefill")
+        return replace(outcomes["decode"], prefill=prefill) if "decode" in outcomes else outcomes["prefill"]
+
+    def _step(self, iteration: int, layers: Sequence[Sequence[int]], half: float) -> None:
+        policy, queue, compute = self._policy, self._queue, self._clock.compute
+        queue.offer(policy.begin_iteration(iteration))
+        for layer, keys in enumerate(layers):
+            compute(half)
+            self._position += 1
+            self._rule.record_use(keys)
+            queue.offer(policy.observe(iteration, layer))
+            self._serve(keys)
+            compute(half)
+        self._computed += 2 * half * len(layers)
 
     def _serve(self, keys: Sequence[int]) -> None:
         """The gate has decided: count, and bring what is absent."""
@@ -135,58 +149,25 @@ class Replay:
         self._late += late
         self._hits += len(keys) - len(absent) - late
         residents.touch([key for key in keys if key in held])
+        for key in absent:
+            self._queue.withdraw(key)
         self._pinned = keys
         if self._in_place:
-            self._read_in_place(absent, late)
+            self._clock.read_in_place(len(absent) + late)
+            self._fills.extend(absent)
         else:
-            self._wait_for(absent, late)
+            # A prefetch in the only slot has to end before anything can take its place.
+            if late or (loading is not None and residents.capacity == 1):
+                self._clock.wait_for_arrival()
+            else:
+                self._clock.wait_for_piece()
+            residents.admit(absent, keys)
+            self._clock.load(len(absent))
         self._pinned = ()
 
-    def _wait_for(self, absent: Sequence[int], late: bool) -> None:
-        stall = 0.0
-        if late:
-            stall = self._remaining
-            self._move(self._remaining)
-        elif self._residents.loading is not None and self._hardware.chunk_bytes:
-            # A piece that has begun ends before anything else moves.
-            stall = self._remaining % self._hardware.chunk_seconds
-            self._move(stall)
-        self._residents.admit(absent, self._pinned)
-        self._copies += len(absent)
-        self._busy += len(absent) * self._copy
-        self._stall += stall + len(absent) * self._copy
-
-    def _read_in_place(self, absent: Sequence[int], late: bool) -> None:
-        left = (len(absent) + late) * self._read
-        self._reads += len(absent) + late
-        self._busy += left
-        while left > 0 and self._copying():
-            step = min(left, self._remaining)
-            self._move(step)
-            left -= step
-            self._stall += 2 * step
-        self._stall += left
-        self._fills.extend(absent)
-
-    def _compute(self, seconds: float) -> None:
-        """The device computes; whatever is to be copied moves meanwhile."""
-        while seconds > 0 and self._copying():
-            step = min(seconds, self._remaining)
-            self._move(step)
-            seconds -= step
-
-    def _move(self, seconds: float) -> None:
-        self._busy += seconds
-        self._remaining -= seconds
-        if self._remaining <= 1e-12:
-            self._remaining = 0.0
-            self._residents.loading = None
-
-    def _copying(self) -> bool:
-        """Whether a copy is under way, after starting the next one if the link is free."""
+    def _start_next(self) -> bool:
+        """Start the copy the free link is best used for."""
         residents = self._residents
-        if residents.loading is not None:
-            return True
         while self._fills:
             key = self._fills.popleft()
             value = float(self._rule.values(np.array([key]))[0])
@@ -203,38 +184,34 @@ class Replay:
 
     def _start(self, key: int) -> bool:
         self._residents.loading = key
-        self._remaining = self._copy
-        self._copies += 1
+        self._clock.start()
         return True
+
+    def _arrive(self) -> None:
+        self._residents.loading = None
 
     def _is_absent(self, key: int) -> bool:
         return not self._residents.holds(key)
 
     def _totals(self) -> np.ndarray:
-        moved = self._bytes_moved()
-        return np.array([self._hits, self._late, self._misses, moved, self._residents.wasted, self._stall])
-
-    def _bytes_moved(self) -> float:
-        partly = self._remaining / self._copy if self._copy else 0.0
-        return (self._copies + self._reads - partly) * self._hardware.expert_bytes
-
-    def _check_bytes(self) -> None:
-        expected = self._copies * self._copy + self._reads * self._read - self._remaining
-        if abs(self._busy - expected) > 1e-6 * max(expected, 1.0):
-            raise RuntimeError(f"the link was busy for {self._busy} s, but its transfers take {expected} s")
-
-    def _outcome(self, iterations: int, before: np.ndarray) -> ReplayOutcome:
-        hits, late, misses, moved, wasted, stall = (self._totals() - before).tolist()
-        routed = hits + late + misses
-        computing = iterations * self._trace.manifest.layers * self._hardware.layer_seconds
-        return ReplayOutcome(
-            iterations=iterations,
-            routed=int(routed),
-            hit=hits / routed,
-            late=late / routed,
-            miss=misses / routed,
-            bytes_moved=moved,
-            wasted_bytes=int(wasted) * self._hardware.expert_bytes,
-            stall_seconds=stall,
-            seconds=computing + stall,
+        clock = self._clock
+        wasted = self._residents.wasted * self._hardware.expert_bytes
+        return np.array(
+            [self._hits, self._late, self._misses, clock.bytes_moved, wasted, clock.stall, self._computed + clock.stall]
         )
+
+
+def _outcome(iterations: int, totals: np.ndarray) -> ReplayOutcome:
+    hits, late, misses, moved, wasted, stall, seconds = totals.tolist()
+    routed = hits + late + misses
+    return ReplayOutcome(
+        iterations=iterations,
+        routed=int(routed),
+        hit=hits / max(routed, 1),
+        late=late / max(routed, 1),
+        miss=misses / max(routed, 1),
+        bytes_moved=round(moved),
+        wasted_bytes=round(wasted),
+        stall_seconds=stall,
+        seconds=seconds,
+    )

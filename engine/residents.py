@@ -62,14 +62,29 @@ class Residents:
         if not keys:
             return
         recency = self.partition(keys[0])
-        for start in range(0, len(keys), self._share):
-            group = keys[start : start + self._share]
+        if len(recency) + len(keys) <= self._share:
+            for key in keys:
+                self._hold(recency, key)
+            return
+        pinned = set(pinned)
+        pending = list(keys)
+        while pending:
+            free = [key for key in recency if key not in pinned and key != self.loading]
+            room = self._share - len(recency) + len(free)
+            if not room:
+                if not pinned:
+                    raise RuntimeError(f"{len(pending)} experts found no room among {self._share}")
+                # More experts than room in one layer: those computed already make way.
+                pinned.clear()
+                continue
+            group, pending = pending[:room], pending[room:]
             excess = len(recency) + len(group) - self._share
             if excess > 0:
-                for victim in self._victims(recency, excess, pinned):
+                for victim in self._choose(free, excess):
                     self._evict(recency, victim)
             for key in group:
-                recency[key] = None
+                self._hold(recency, key)
+            pinned.update(group)
         self._check(recency)
 
     def admit_speculatively(self, key: int, value: float, pinned: Collection[int]) -> bool:
@@ -87,32 +102,23 @@ class Residents:
                     return False
                 victim = free[lowest]
             self._evict(recency, victim)
-        recency[key] = None
+        self._hold(recency, key)
         self._unused.add(key)
         self._check(recency)
         return True
 
-    def _victims(self, recency: dict[int, None], count: int, pinned: Collection[int]) -> list[int]:
-        if self._by_recency:
-            victims = []
-            for key in recency:
-                if key not in pinned and key != self.loading:
-                    victims.append(key)
-                    if len(victims) == count:
-                        return victims
-        else:
-            free = [key for key in recency if key not in pinned and key != self.loading]
-            if len(free) > count:
-                values = self._rule.values(np.array(free))
-                if count == 1:
-                    return [free[int(values.argmin())]]
-                return [free[i] for i in values.argsort(kind="stable")[:count].tolist()]
-            victims = free
-        # More experts than room in one layer: those computed already make way.
-        victims += [key for key in recency if key in pinned and key != self.loading][: count - len(victims)]
-        if len(victims) < count:
-            raise RuntimeError(f"{count} experts found no room among {self._share}")
-        return victims
+    def _choose(self, free: list[int], count: int) -> list[int]:
+        """The ``count`` experts of ``free``, least recent use first, that are worth least."""
+        if self._by_recency or len(free) == count:
+            return free[:count]
+        values = self._rule.values(np.array(free))
+        if count == 1:
+            return [free[int(values.argmin())]]
+        return [free[i] for i in values.argsort(kind="stable")[:count].tolist()]
+
+    def _hold(self, recency: dict[int, None], key: int) -> None:
+        recency[key] = None
+        self._rule.record_load(key)
 
     def _evict(self, recency: dict[int, None], victim: int) -> None:
         del recency[victim]

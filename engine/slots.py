@@ -15,15 +15,23 @@ def slot_bytes(expert_bytes: int) -> int:
     return -(-expert_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def slots_within(budget_bytes: int, expert_bytes: int, experts: int, top_k: int) -> int:
+def slots_within(budget_bytes: int, expert_bytes: int, experts: int, top_k: int, partitions: int = 1) -> int:
     """How many slots a budget in bytes pays for, at most one for each of the model's ``experts``.
 
+    Args:
+        partitions: equal shares the slots are divided into, without a rest.
+
     Raises:
-        BudgetError: the budget does not hold the K experts one token needs in one layer.
+        BudgetError: a share does not hold the K experts one token needs in one layer.
     """
     size = slot_bytes(expert_bytes)
-    slots = min(budget_bytes // size, experts)
-    if slots < top_k:
+    slots = min(budget_bytes // size, experts) // partitions * partitions
+    if slots < top_k * partitions:
+        if partitions > 1:
+            raise BudgetError(
+                f"an expert budget of {budget_bytes:,} bytes does not hold {top_k} experts of {size:,} bytes for each "
+                f"of {partitions} layers: give --cache at least {top_k * partitions * size:,} bytes, or another policy"
+            )
         raise BudgetError(
             f"an expert budget of {budget_bytes:,} bytes holds {slots} experts of {size:,} bytes, but a token needs "
             f"{top_k} in one layer: give --cache at least {top_k * size:,} bytes"

@@ -9,7 +9,7 @@ import torch
 
 from engine.families import MoELayer, to_probabilities
 from engine.gate_probe import find_gates
-from engine.matcher import reduce_tokens, routed_distribution
+from engine.observations import SequenceReducer, reduce_tokens, routed_distribution
 from engine.observer import Iteration
 from engine.trace_files import TracedIteration, TraceWriter
 
@@ -30,6 +30,7 @@ class TraceRecorder:
     def __init__(self, writer: TraceWriter, layers: Sequence[MoELayer]) -> None:
         self._writer = writer
         self._layers = layers
+        self._reducer = SequenceReducer()
         self.gate_inputs = writer.manifest.gate_inputs
         if self.gate_inputs:
             writer.write_gates(find_gates(layers))
@@ -72,7 +73,7 @@ class TraceRecorder:
         if self._arrived is not None:
             self._arrived.synchronize()
         assert self._embeddings is not None
-        embeddings = self._embeddings.float().numpy()
+        embeddings = self._reducer.embed(iteration, self._embeddings.float().numpy())
         for place, state in enumerate(iteration.sequences):
             last = (state.row + 1) * iteration.width
             used = [np.unique(ids[last - state.tokens : last], return_counts=True) for ids in self._ids]
@@ -85,7 +86,7 @@ class TraceRecorder:
                     experts=[experts for experts, _ in used],
                     counts=[counts for _, counts in used],
                     probabilities=np.stack([layer[place] for layer in self._maps]),
-                    embedding=embeddings[state.row],
+                    embedding=embeddings[place],
                     gate_inputs=np.stack([layer[state.row] for layer in self._inputs]) if self._inputs else None,
                 )
             )

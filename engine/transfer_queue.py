@@ -53,8 +53,12 @@ class TransferQueue:
     def decide(self, keys: Iterable[int]) -> None:
         """A gate chose absent experts: load them at once, in this order."""
         for key in keys:
-            self._prefetches.pop(key, None)
+            self.withdraw(key)
             self._decided.append(key)
+
+    def withdraw(self, key: int) -> None:
+        """No longer prefetch an expert: a decided load has overtaken it."""
+        self._prefetches.pop(key, None)
 
     def offer(self, prefetches: Iterable[Prefetch]) -> None:
         for new in prefetches:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from engine.cache import ExpertCache, Reservation, Residency
@@ -43,6 +42,10 @@ class TransferEngine:
         self._meter = TrafficMeter()
         self._failure: BaseException | None = None
         self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the copy thread, without which nothing is prefetched."""
         self._thread = threading.Thread(target=self._carry_out_prefetches, name="finemoe-copy", daemon=True)
         self._thread.start()
 
@@ -56,20 +59,18 @@ class TransferEngine:
         self._meter.stall_seconds += self._link.take_stall_seconds()
 
     def offer(self, prefetches: Sequence[Prefetch]) -> None:
-        """Queue loads ahead of time of experts that are neither resident nor on their way."""
+        """Queue loads ahead of time; what is resident when its turn comes is dropped."""
         with self._work:
-            absent = [p for p in prefetches if self.cache.slot(p.key) < 0]
-            if absent:
-                self._queue.offer(absent)
+            self._queue.offer(prefetches)
+            if any(self.cache.slot(prefetch.key) < 0 for prefetch in prefetches):
                 self._work.notify()
 
-    def record_guidance(self, probabilities: np.ndarray) -> None:
-        """Tell the eviction rule the matched probabilities, flattened to [L * J]."""
-        with self._work:
-            self.cache.rule.record_guidance(probabilities)
+    def arrive(self, position: int, tokens: int) -> None:
+        """The gate at ``position``, which is ``iteration * L + layer``, has decided for so many tokens."""
+        self._now = position
 
     def serve(
-        self, layer: int, experts: Sequence[int], counted: Sequence[int], position: int
+        self, layer: int, experts: Sequence[int], counted: Sequence[int]
     ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yield every expert of ``experts`` with its tensors as soon as they can be used, resident ones first.
 
@@ -79,16 +80,16 @@ class TransferEngine:
         Args:
             experts: ids the layer computes, ascending, each once.
             counted: those that a token other than padding is routed to; they alone are counted.
-            position: ``iteration * L + layer``.
         """
         base = layer * self._host.experts
         pinned: list[int] = []
         used: list[int] = []
         with self._work:
             self._check()
-            self._now = position
             resident, waiting, absent = self._plan(base, experts, counted)
             pinned += resident + waiting
+            if waiting or absent:
+                self._interrupt_prefetch(waiting)
             claims = self._claim(pinned) if absent else []
         try:
             if claims:
@@ -129,6 +130,9 @@ class TransferEngine:
         if absent:
             self._queue.decide(absent)
         return resident, loading, absent
+
+    def _interrupt_prefetch(self, waiting: Sequence[int]) -> None:
+        """The layer has to wait: the copy thread finds out between two pieces."""
 
     def _hurry(self, key: int) -> None:
         """Let a transfer under way finish although prefetching is paused."""
@@ -244,15 +248,20 @@ class TransferEngine:
         """Wait for a prefetch that gets a slot; None once the engine closes."""
         with self._work:
             while not self._closing:
-                prefetch = self._queue.next_prefetch(self._now, self._is_absent)
-                if prefetch is None:
-                    self._work.wait()
-                    continue
-                value = self.cache.rule.speculative_value(prefetch.key, prefetch.probability)
-                reservation = self.cache.reserve(prefetch.key, value)
+                reservation = self._reserve_prefetch()
                 if reservation is not None:
-                    self._count_eviction(reservation)
                     return reservation
+                self._work.wait()
+        return None
+
+    def _reserve_prefetch(self) -> Reservation | None:
+        """A slot for the most urgent prefetch that may have one now."""
+        while (prefetch := self._queue.next_prefetch(self._now, self._is_absent)) is not None:
+            value = self.cache.rule.speculative_value(prefetch.key, prefetch.probability)
+            reservation = self.cache.reserve(prefetch.key, value)
+            if reservation is not None:
+                self._count_eviction(reservation)
+                return reservation
         return None
 
     def _is_absent(self, key: int) -> bool:
@@ -278,4 +287,5 @@ class TransferEngine:
         with self._work:
             self._closing = True
             self._work.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()

@@ -100,7 +100,8 @@ def open_engine(
     settings: Settings, source: ModelSource, library: ExpertMapStore | None, trace: TraceWriter | None = None
 ) -> Engine:
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing."""
-    from engine.engine import DEFAULT_DISTANCE, Engine
+    from engine.engine import Engine
+    from engine.live_policies import DEFAULT_DISTANCE
 
     with progress() as display:
         loading = display.add_task(f"loading {source.name}", total=None)

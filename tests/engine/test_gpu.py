@@ -63,6 +63,7 @@ def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: in
         memory.bytes_of(slot, 0, size).fill_(255)
     rule = ProbabilityFrequency(L * J) if slots > 2 else LeastRecentlyUsed(L * J)
     transfers = TransferEngine(host, memory, ExpertCache(L * J, slots, rule), open_link(host, memory, device))
+    transfers.start()
     random = torch.Generator().manual_seed(slots)
     results, expected = [], []
     for position in range(400):
@@ -70,7 +71,8 @@ def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: in
         experts = sorted(set(torch.randint(0, J, (3,), generator=random).tolist()))
         ahead = torch.randint(0, J, (4,), generator=random).tolist()
         transfers.offer([Prefetch(((layer + 1) % L) * J + e, position + 1, 0.5) for e in ahead])
-        for expert, tensors in transfers.serve(layer, experts, experts, position):
+        transfers.arrive(position, tokens=1)
+        for expert, tensors in transfers.serve(layer, experts, experts):
             view = tensors["up_proj"]
             results.append(torch.stack([view.min(), view.max(), view[-1]]))
             expected.append(layer * J + expert + 1)

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from engine.errors import FinemoeError
-from engine.matcher import Matcher, reduce_tokens, routed_distribution
+from engine.eviction import EvictionRule, ProbabilityFrequency
+from engine.guided import MapGuided
+from engine.matcher import Matcher
 from engine.matcher_thread import MatcherThread
+from engine.observations import reduce_tokens, routed_distribution
 from engine.observer import Iteration, SequenceState, mean_embeddings
 from engine.records import IterationRecord
 from engine.transfer_queue import Prefetch
@@ -22,18 +25,33 @@ from store.index import ResidentIndex
 L, J, K, H = 6, 8, 2, 5
 
 
-class GuidanceRecorder:
+IDS = np.array([[0, 1]])
+
+
+class Guidance(ProbabilityFrequency):
+    """Keeps what the eviction rule is told."""
+
+    def __init__(self) -> None:
+        super().__init__(L * J)
+        self.told: list[np.ndarray] = []
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        self.told.append(probabilities.copy())
+
+
+class Offers:
     """Keeps what the matcher sends to the transfer engine."""
 
     def __init__(self) -> None:
         self.calls: list[list[Prefetch]] = []
-        self.probabilities: list[np.ndarray] = []
 
     def offer(self, prefetches: Sequence[Prefetch]) -> None:
         self.calls.append(list(prefetches))
 
-    def record_guidance(self, probabilities: np.ndarray) -> None:
-        self.probabilities.append(probabilities.copy())
+
+def match(index: ResidentIndex, distance: int, sink: Offers | None = None, rule: EvictionRule | None = None) -> Matcher:
+    policy = MapGuided(rule or ProbabilityFrequency(L * J), index, L, J, K, distance)
+    return Matcher(policy, index, fake_layers(), sink or Offers())
 
 
 def random_map(rng: np.random.Generator, rows: int | None = None) -> np.ndarray:
@@ -72,14 +90,14 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 def test_every_layer_is_guided_once_by_the_search_the_paper_names(distance: int, batch: int) -> None:
     rng = np.random.default_rng(distance * 10 + batch)
     index, records = filled_index(rng, 40, distance)
-    sink = GuidanceRecorder()
-    matcher = Matcher(index, fake_layers(), sink, distance)
+    sink = Offers()
+    matcher = match(index, distance, sink)
     queries = rng.normal(size=(batch, H)).astype(np.float32)
     observed = np.stack([random_map(rng) for _ in range(batch)])
 
     matcher.begin(make_iteration(7, batch), queries)
     for layer in range(L):
-        matcher.observe(layer, observed[:, layer])
+        matcher.observe(layer, observed[:, layer], IDS.repeat(batch, 0))
 
     expected: dict[int, dict[int, float]] = {}
     stored = [r.probabilities.astype(np.float16).astype(np.float32) for r in records]
@@ -115,22 +133,22 @@ def test_every_layer_is_guided_once_by_the_search_the_paper_names(distance: int,
 def test_eviction_learns_the_largest_probability_of_any_match() -> None:
     rng = np.random.default_rng(3)
     index, records = filled_index(rng, 10, 2)
-    sink = GuidanceRecorder()
-    matcher = Matcher(index, fake_layers(), sink, 2)
+    rule = Guidance()
+    matcher = match(index, 2, rule=rule)
     matcher.begin(make_iteration(0, 2), np.stack([records[4].embedding, records[8].embedding]))
     stored = [records[i].probabilities.astype(np.float16).astype(np.float32) for i in (4, 8)]
-    assert np.array_equal(sink.probabilities[0], np.maximum(*stored).reshape(-1))
+    assert np.array_equal(rule.told[0], np.maximum(*stored).reshape(-1))
 
 
 def test_an_empty_library_guides_nothing_and_still_learns() -> None:
     rng = np.random.default_rng(5)
     index = ResidentIndex(L, J, H, capacity=8, distance=3)
-    sink = GuidanceRecorder()
-    matcher = Matcher(index, fake_layers(), sink, 3)
+    sink = Offers()
+    matcher = match(index, 3, sink)
     observed = random_map(rng)
     matcher.begin(make_iteration(0, 1), rng.normal(size=(1, H)).astype(np.float32))
     for layer in range(L):
-        matcher.observe(layer, observed[layer : layer + 1])
+        matcher.observe(layer, observed[layer : layer + 1], IDS)
     assert not sink.calls
     assert len(index) == 1
     assert np.allclose(index.probabilities(0), observed, atol=1e-3)
@@ -139,13 +157,13 @@ def test_an_empty_library_guides_nothing_and_still_learns() -> None:
 def test_an_iteration_cut_short_leaves_no_record() -> None:
     rng = np.random.default_rng(6)
     index, _ = filled_index(rng, 4, 3)
-    matcher = Matcher(index, fake_layers(), GuidanceRecorder(), 3)
+    matcher = match(index, 3)
     query = rng.normal(size=(1, H)).astype(np.float32)
     matcher.begin(make_iteration(0, 1), query)
-    matcher.observe(0, random_map(rng, 1))
+    matcher.observe(0, random_map(rng, 1), IDS)
     matcher.begin(make_iteration(1, 1), query)
     for layer in range(L):
-        matcher.observe(layer, random_map(rng, 1))
+        matcher.observe(layer, random_map(rng, 1), IDS)
     assert len(index) == 5
 
 
@@ -170,7 +188,7 @@ def test_the_thread_hands_over_whole_iterations_whether_or_not_it_guides(guiding
     rng = np.random.default_rng(9)
     index = ResidentIndex(L, J, H, capacity=8, distance=3)
     layers = fake_layers()
-    thread = MatcherThread(Matcher(index, layers, GuidanceRecorder(), 3), layers, guiding)
+    thread = MatcherThread(match(index, 3), layers, guiding)
     scores = torch.randn(L, 3, J)
     states = (SequenceState(0, 7, 0, "a", 1), SequenceState(2, 9, 0, "c", 1))
     embeddings = torch.tensor(rng.normal(size=(3, H)), dtype=torch.float32)
@@ -189,8 +207,8 @@ def test_the_thread_hands_over_whole_iterations_whether_or_not_it_guides(guiding
 
 def test_a_decode_steps_embedding_keeps_a_share_of_the_context() -> None:
     rng = np.random.default_rng(11)
-    sink, index = GuidanceRecorder(), ResidentIndex(L, J, H, capacity=8, distance=3)
-    matcher = Matcher(index, fake_layers(), sink, 3)
+    sink, index = Offers(), ResidentIndex(L, J, H, capacity=8, distance=3)
+    matcher = match(index, 3, sink)
     inputs = rng.normal(size=(3, 2, H)).astype(np.float32)
     maps = np.stack([random_map(rng, 2) for _ in range(L)])
     for step in range(3):
@@ -206,7 +224,7 @@ def test_a_decode_steps_embedding_keeps_a_share_of_the_context() -> None:
 def test_vectors_without_a_cosine_are_not_published() -> None:
     rng = np.random.default_rng(10)
     index = ResidentIndex(L, J, H, capacity=8, distance=3)
-    matcher = Matcher(index, fake_layers(), GuidanceRecorder(), 3)
+    matcher = match(index, 3)
     embeddings = rng.normal(size=(3, H)).astype(np.float32)
     embeddings[0] = 0
     maps = np.stack([random_map(rng, 3) for _ in range(L)])
@@ -229,7 +247,7 @@ def test_the_thread_reports_a_failed_search_and_goes_on() -> None:
     rng = np.random.default_rng(8)
     library = FailingLibrary(L, J, H, capacity=8, distance=3)
     library.publish([record(rng, 0)])
-    thread = MatcherThread(Matcher(library, fake_layers(), GuidanceRecorder(), 3), fake_layers(), guiding=True)
+    thread = MatcherThread(match(library, 3), fake_layers(), guiding=True)
     thread.begin(make_iteration(0, 1), torch.randn(1, H), None)
     with pytest.raises(FinemoeError, match="broken"):
         thread.drain()
@@ -239,7 +257,7 @@ def test_the_thread_reports_a_failed_search_and_goes_on() -> None:
 
 def test_draining_after_the_end_waits_for_nothing() -> None:
     index = ResidentIndex(L, J, H, capacity=8, distance=3)
-    thread = MatcherThread(Matcher(index, fake_layers(), GuidanceRecorder(), 3), fake_layers(), guiding=True)
+    thread = MatcherThread(match(index, 3), fake_layers(), guiding=True)
     thread.close()
     waiting = threading.Thread(target=thread.drain, daemon=True)
     waiting.start()

@@ -13,7 +13,7 @@ from engine.errors import BudgetError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
 from engine.hardware import Hardware, preset
 from engine.map_search import Guidance
-from engine.policies import Guided, OnDemand
+from engine.policies import Guided, PreparedOnDemand
 from engine.policy_names import POLICIES, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.residents import Residents
@@ -35,7 +35,7 @@ def run(
 
 def demand(rule: EvictionRule, uses: list[list[int]], capacity: int, in_place: bool = False) -> ReplayOutcome:
     trace = one_layer_trace(uses, experts=4)
-    return Replay(trace, OnDemand(rule), SLOW, capacity, in_place).run(warm_up=0)
+    return Replay(trace, PreparedOnDemand(rule), SLOW, capacity, in_place).run(warm_up=0)
 
 
 def test_lru_by_hand() -> None:
@@ -75,7 +75,7 @@ def test_both_readings_of_the_papers_frequency() -> None:
 def test_a_share_for_each_layer() -> None:
     manifest = sample_manifest(layers=2, experts=4, top_k=1)
     trace = sample_trace(1, 30, manifest)
-    policy = OnDemand(LeastRecentlyUsed(manifest.keys), per_layer=True)
+    policy = PreparedOnDemand(LeastRecentlyUsed(manifest.keys), per_layer=True)
     misses = 0
     for layer in range(2):
         cache: OrderedDict[int, None] = OrderedDict()
@@ -137,14 +137,14 @@ def test_reading_in_place() -> None:
 def test_too_little_room_for_a_token_is_refused() -> None:
     trace = sample_trace(1, 2)
     with pytest.raises(BudgetError, match="room for 1 experts"):
-        Replay(trace, OnDemand(LeastRecentlyUsed(32)), SLOW, 1, False)
+        Replay(trace, PreparedOnDemand(LeastRecentlyUsed(32)), SLOW, 1, False)
     with pytest.raises(BudgetError, match="a layer"):
-        Replay(trace, OnDemand(LeastRecentlyUsed(32), per_layer=True), SLOW, 7, False)
+        Replay(trace, PreparedOnDemand(LeastRecentlyUsed(32), per_layer=True), SLOW, 7, False)
 
 
 def test_the_warm_up_is_left_out() -> None:
     trace = one_layer_trace([[0], [1], [0], [1]], experts=4)
-    outcome = Replay(trace, OnDemand(LeastRecentlyUsed(4)), SLOW, 2, False).run(warm_up=2)
+    outcome = Replay(trace, PreparedOnDemand(LeastRecentlyUsed(4)), SLOW, 2, False).run(warm_up=2)
     assert (outcome.iterations, outcome.hit, outcome.bytes_moved, outcome.stall_seconds) == (2, 1.0, 0, 0)
 
 

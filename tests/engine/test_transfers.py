@@ -40,7 +40,16 @@ def open_transfers(host: HostExperts, slots: int, lru: bool = False) -> Transfer
     device = torch.device("cpu")
     memory = DeviceSlots(host, slots, device)
     rule = LeastRecentlyUsed(L * J) if lru else ProbabilityFrequency(L * J)
-    return TransferEngine(host, memory, ExpertCache(L * J, slots, rule), open_link(host, memory, device))
+    transfers = TransferEngine(host, memory, ExpertCache(L * J, slots, rule), open_link(host, memory, device))
+    transfers.start()
+    return transfers
+
+
+def serve(
+    transfers: TransferEngine, layer: int, experts: list[int], counted: list[int], position: int
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    transfers.arrive(position, tokens=1)
+    return transfers.serve(layer, experts, counted)
 
 
 def assert_served(tensors: dict[str, torch.Tensor], layer: int, expert: int) -> None:
@@ -68,10 +77,10 @@ def test_every_expert_is_served_once_with_its_own_bytes(
         for position, (experts, offers) in enumerate(run):
             layer = position % L
             before = transfers.traffic
-            transfers.record_guidance(np.linspace(0, 1, L * J))
+            transfers.cache.rule.record_guidance(np.linspace(0, 1, L * J))
             transfers.offer([Prefetch(key, position + ahead, p) for key, ahead, p in offers])
             served = []
-            for expert, tensors in transfers.serve(layer, sorted(experts), sorted(experts), position):
+            for expert, tensors in serve(transfers, layer, sorted(experts), sorted(experts), position):
                 assert_served(tensors, layer, expert)
                 served.append(expert)
             assert sorted(served) == sorted(experts)
@@ -84,7 +93,7 @@ def test_every_expert_is_served_once_with_its_own_bytes(
 def test_no_expert_is_evicted_while_its_layer_runs(host: HostExperts) -> None:
     transfers = open_transfers(host, slots=3)
     held = []
-    for expert, tensors in transfers.serve(0, [0, 1, 2], [0, 1, 2], 0):
+    for expert, tensors in serve(transfers, 0, [0, 1, 2], [0, 1, 2], 0):
         held.append((expert, tensors))
         transfers.offer([Prefetch(1 * J + e, 1, 1.0) for e in range(J)])
         for earlier, views in held:
@@ -95,7 +104,7 @@ def test_no_expert_is_evicted_while_its_layer_runs(host: HostExperts) -> None:
 def test_experts_without_tokens_are_never_loaded_on_demand(host: HostExperts) -> None:
     transfers = open_transfers(host, slots=L * J)
     for position in range(2 * L):
-        list(transfers.serve(position % L, [1, 4], [1, 4], position))
+        list(serve(transfers, position % L, [1, 4], [1, 4], position))
     assert sorted(transfers.cache.resident_keys()) == sorted(layer * J + e for layer in range(L) for e in (1, 4))
     assert transfers.traffic.bytes_on_demand == 2 * L * host.layout(0).nbytes
     transfers.close()
@@ -103,7 +112,7 @@ def test_experts_without_tokens_are_never_loaded_on_demand(host: HostExperts) ->
 
 def test_padding_alone_is_computed_but_not_counted(host: HostExperts) -> None:
     transfers = open_transfers(host, slots=L * J)
-    assert len(list(transfers.serve(0, [0, 2, 5], [2], 0))) == 3
+    assert len(list(serve(transfers, 0, [0, 2, 5], [2], 0))) == 3
     assert (transfers.traffic.hits, transfers.traffic.late, transfers.traffic.misses) == (0, 0, 1)
     transfers.close()
 
@@ -128,6 +137,7 @@ def gated(host: HostExperts) -> Iterator[tuple[TransferEngine, GatedLink]]:
     memory = DeviceSlots(host, 4, torch.device("cpu"))
     link = GatedLink(host, memory)
     transfers = TransferEngine(host, memory, ExpertCache(L * J, 4, ProbabilityFrequency(L * J)), link)
+    transfers.start()
     yield transfers, link
     link.go.set()
     transfers.close()
@@ -138,7 +148,7 @@ def test_an_expert_under_way_counts_as_late_and_is_waited_for(gated: tuple[Trans
     transfers.offer([Prefetch(3, due=5, probability=1.0)])
     assert link.started.wait(10)
     threading.Timer(0.05, link.go.set).start()
-    served = dict(transfers.serve(0, [3, 5], [3, 5], 3))
+    served = dict(serve(transfers, 0, [3, 5], [3, 5], 3))
     assert_served(served[3], 0, 3)
     traffic = transfers.traffic
     assert (traffic.hits, traffic.late, traffic.misses) == (0, 1, 1)
@@ -152,11 +162,11 @@ def host_bytes(transfers: TransferEngine) -> int:
 
 def test_abandoning_a_layer_leaves_nothing_pinned(host: HostExperts) -> None:
     transfers = open_transfers(host, slots=2)
-    serving = transfers.serve(0, [0, 1, 2, 3], [0, 1, 2, 3], 0)
+    serving = serve(transfers, 0, [0, 1, 2, 3], [0, 1, 2, 3], 0)
     next(serving)
     serving.close()
     for position in range(1, 7):
-        served = dict(transfers.serve(position % L, [4, 5], [4, 5], position))
+        served = dict(serve(transfers, position % L, [4, 5], [4, 5], position))
         assert sorted(served) == [4, 5]
     transfers.close()
 
@@ -168,17 +178,18 @@ def test_a_failing_copy_reaches_the_token_loop_by_name(host: HostExperts) -> Non
 
     memory = DeviceSlots(host, 4, torch.device("cpu"))
     transfers = TransferEngine(host, memory, ExpertCache(L * J, 4, LeastRecentlyUsed(L * J)), BrokenLink(host, memory))
+    transfers.start()
     transfers.offer([Prefetch(3, due=9, probability=1.0)])
     with pytest.raises((TransferError, OSError)):
         for position in range(8):
-            list(transfers.serve(0, [3], [3], position))
+            list(serve(transfers, 0, [3], [3], position))
     transfers.close()
 
 
 def test_totals_are_what_the_loads_moved(host: HostExperts) -> None:
     transfers = open_transfers(host, slots=2, lru=True)
     for position in range(12):
-        list(transfers.serve(position % L, [0, 1], [0, 1], position))
+        list(serve(transfers, position % L, [0, 1], [0, 1], position))
     traffic = transfers.traffic
     assert traffic.misses == 24
     assert traffic.bytes_on_demand == 24 * host.layout(0).nbytes
