@@ -14,10 +14,10 @@ from engine.devices import choose_device, choose_dtype, free_bytes
 from engine.errors import PromptError, UsageError
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
+from engine.gate_probe import find_gates
 from engine.generation import TokenLoop
 from engine.hardware import Hardware
 from engine.links import open_link
-from engine.gate_probe import find_gates
 from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs, build_policy
 from engine.matcher import Matcher
 from engine.matcher_thread import InlineMatcher, MatcherThread

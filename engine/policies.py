@@ -71,37 +71,6 @@ class PreparedPolicy(Protocol):
         ...
 
 
-class Streamed:
-    """A policy replayed event by event, just as a live engine drives it."""
-
-    def __init__(self, policy: Policy, experts: int) -> None:
-        self.rule = policy.rule
-        self.per_layer = policy.per_layer
-        self._policy = policy
-        self._experts = experts
-        self._iterations = 0
-        self._request: TracedRequest | None = None
-        self._maps = self._uses = np.empty((0, 0, 0), dtype=np.float32)
-
-    def begin_request(self, request: TracedRequest, position: int) -> None:
-        self._request = request
-        self._maps, self._uses = request.maps(self._experts), request.uses(self._experts)
-
-    def begin_iteration(self, iteration: int) -> Offers:
-        request = self._request
-        assert request is not None
-        embeddings = None if request.embeddings is None else request.embeddings[iteration : iteration + 1]
-        self._iterations += 1
-        return self._policy.begin(
-            ObservedIteration(self._iterations - 1, request.phases[iteration], (request.request,), embeddings)
-        )
-
-    def observe(self, iteration: int, layer: int) -> Offers:
-        return self._policy.observe(
-            ObservedGate(layer, self._maps[iteration, layer][None], self._uses[iteration, layer][None], None)
-        )
-
-
 class OnDemand:
     """Loads what a gate has decided, nothing else; with one cache for all layers or a share for each."""
 
