@@ -44,12 +44,21 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device and its bus: link bandwidth [bytes/s], copy latency [s], device memory [bytes] and its bandwidth."""
+    """A device and its bus.
+
+    Attributes:
+        bandwidth: of the link, bytes/s.
+        latency: of a copy, seconds.
+        memory_bytes: of the device.
+        memory_bandwidth: of the device, bytes/s.
+        flops: dense 16-bit operations a second by the data sheet.
+    """
 
     bandwidth: float
     latency: float
     memory_bytes: int
     memory_bandwidth: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +70,10 @@ class ModelSize:
 
 
 MACHINES = {
-    "rtx3090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=936e9),
-    "rtx4090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=1008e9),
-    "a100": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=80 << 30, memory_bandwidth=2039e9),
-    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bytes=int(141e9), memory_bandwidth=4800e9),
+    "rtx3090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=936e9, flops=71e12),
+    "rtx4090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=1008e9, flops=165e12),
+    "a100": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=80 << 30, memory_bandwidth=2039e9, flops=312e12),
+    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bytes=int(141e9), memory_bandwidth=4800e9, flops=990e12),
 }
 
 MODEL_SIZES = {
@@ -77,6 +86,8 @@ MODEL_SIZES = {
 # Measured on an H200 with everything resident: 13.7 ms for Mixtral's 32 layers, 5.5 ms for Qwen1.5's 24.
 _OVER_BYTES_BOUND = 2.0
 _LAUNCH_SECONDS = 80e-6
+# What prefills usually reach of the data sheet's operations.
+_EFFICIENCY = 0.5
 _CHUNK_BYTES = 4 << 20
 
 
@@ -84,7 +95,8 @@ def preset(name: str) -> Hardware:
     """Hardware by ``MACHINE/MODEL``, such as ``h200/qwen1.5``.
 
     The link's figures of the H200 are measured, those of the others nominal for their bus. The layer time is an
-    estimate from the bytes a decode step reads and a fixed time for small operations; give a measured one where known.
+    estimate from the bytes a decode step reads and a fixed time for small operations, what a prefill's tokens add one
+    from their arithmetic; give measured ones where known.
 
     Raises:
         UsageError: unknown name.
@@ -106,4 +118,6 @@ def estimate(machine: Machine, model: ModelSize) -> Hardware:
         latency=machine.latency,
         layer_seconds=_LAUNCH_SECONDS + _OVER_BYTES_BOUND * model.layer_bytes / machine.memory_bandwidth,
         chunk_bytes=_CHUNK_BYTES,
+        # Two bytes a weight, two operations a weight and token.
+        token_seconds=model.layer_bytes / (_EFFICIENCY * machine.flops),
     )

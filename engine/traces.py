@@ -164,11 +164,19 @@ class RoutingTrace:
 
     def decode_only(self, limit: int | None = None) -> RoutingTrace:
         """The decode steps alone, at most the first ``limit`` of each request; requests without any are dropped."""
+        return self._first(limit, with_prefills=False)
+
+    def first_steps(self, limit: int | None) -> RoutingTrace:
+        """Prefills and at most the first ``limit`` decode steps of each request that has any."""
+        return self._first(limit, with_prefills=True)
+
+    def _first(self, limit: int | None, with_prefills: bool) -> RoutingTrace:
         kept = []
         for request in self.requests:
+            prefills = [t for t, phase in enumerate(request.phases) if phase == "prefill" and with_prefills]
             steps = [t for t, phase in enumerate(request.phases) if phase == "decode"][:limit]
             if steps:
-                kept.append(request.take(steps))
+                kept.append(request.take([*prefills, *steps]))
         return RoutingTrace(self.manifest, tuple(kept))
 
     def split(self, share: float) -> tuple[RoutingTrace, RoutingTrace]:

@@ -195,6 +195,9 @@ def replay(
         int | None,
         typer.Option("--limit", metavar="N", min=1, help="Decode steps of each request.", show_default="all"),
     ] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Replay prefills, too; their figures stand apart (-o csv or json).")
+    ] = False,
     warm_up: Annotated[
         int, typer.Option("--warm-up", metavar="N", min=0, help="Iterations left out of the figures.")
     ] = 200,
@@ -206,7 +209,8 @@ def replay(
     others are replayed. Times are simulated: attention, the gate's decision, a
     wait for the link, the experts' products, layer after layer. hit, late and
     miss are shares of routed experts; stall_ms is a decode step's mean; bytes
-    are totals. oracle and perfect know the future.
+    are totals. oracle and perfect know the future. With --prefill the test
+    requests' prefills are replayed, too, as fields of their own.
 
     \b
     Examples:
@@ -245,6 +249,7 @@ def replay(
         map_capacity=capacity,
         distance=distance,
         limit=limit,
+        prefill=prefill,
         warm_up=warm_up,
     )
     write_records(grid.run(), output, COLUMNS)

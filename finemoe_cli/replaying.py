@@ -32,6 +32,7 @@ class ReplayGrid:
         map_capacity: C.
         distance: d.
         limit: decode steps of each request; None for all.
+        prefill: replay prefills, too.
         warm_up: iterations left out of the figures.
     """
 
@@ -44,12 +45,16 @@ class ReplayGrid:
     map_capacity: int
     distance: int
     limit: int | None
+    prefill: bool
     warm_up: int
 
     def run(self) -> Iterator[dict[str, Any]]:
         """A record a cell; cells whose budget is too small for the policy are named on stderr and left out."""
         for path in self.traces:
-            store, test = read_trace(path).decode_only(self.limit).split(self.store_share)
+            trace = read_trace(path)
+            store, test = trace.decode_only(self.limit).split(self.store_share)
+            if self.prefill:
+                _, test = trace.first_steps(self.limit).split(self.store_share)
             if test.manifest.hidden_size is None and SEMANTIC.intersection(self.policies):
                 note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
             factory = PolicyFactory(store, test, self.distance, self.map_capacity, self.hardware)
@@ -83,9 +88,24 @@ class ReplayGrid:
             "bytes_moved": round(outcome.bytes_moved),
             "wasted_bytes": outcome.wasted_bytes,
             "stall_ms": outcome.stall_seconds / outcome.iterations * 1e3,
+            **_prefill_fields(outcome.prefill),
             "store_share": self.store_share,
             "map_capacity": self.map_capacity,
             "distance": self.distance,
             "warm_up": self.warm_up,
             **asdict(self.hardware),
         }
+
+
+def _prefill_fields(prefill: ReplayOutcome | None) -> dict[str, Any]:
+    if prefill is None:
+        return {}
+    return {
+        "ttft_ms": prefill.tpot_seconds * 1e3,
+        "prefills": prefill.iterations,
+        "prefill_hit": prefill.hit,
+        "prefill_late": prefill.late,
+        "prefill_miss": prefill.miss,
+        "prefill_bytes_moved": prefill.bytes_moved,
+        "prefill_stall_ms": prefill.stall_seconds / prefill.iterations * 1e3,
+    }

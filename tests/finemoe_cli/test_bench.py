@@ -105,8 +105,16 @@ def test_a_recorded_trace_replays_with_semantic_search(tmp_path: Path) -> None:
     assert "iterations of" in outcome.stderr
     cells = ("--policies", "lru,finemoe", "--cache", "50%", "--warm-up", "0", "-o", "json")
     replayed = run_here(tmp_path, "bench", "replay", target, *cells)
-    assert [r["policy"] for r in json.loads(replayed.stdout)] == ["lru", "finemoe"]
+    records = json.loads(replayed.stdout)
+    assert [r["policy"] for r in records] == ["lru", "finemoe"]
     assert "no embeddings" not in replayed.stderr
+    assert all("ttft_ms" not in record for record in records)
+    both = json.loads(run_here(tmp_path, "bench", "replay", target, *cells, "--prefill").stdout)
+    for record, alone in zip(both, records, strict=True):
+        assert record["iterations"] == alone["iterations"] == 5 * record["prefills"]
+        shares = [record[f"prefill_{outcome}"] for outcome in ("hit", "late", "miss")]
+        assert sum(shares) == pytest.approx(1)
+        assert record["ttft_ms"] > record["prefill_stall_ms"] > 0
 
 
 def test_recording_replies_with_gate_inputs(tmp_path: Path) -> None:
