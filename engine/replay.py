@@ -132,11 +132,14 @@ class Replay:
             queue.offer(policy.observe(iteration, layer))
             self._serve(keys)
             compute(half)
+            # Only now nothing reads the layer's experts.
+            self._pinned = ()
         self._computed += 2 * half * len(layers)
 
     def _serve(self, keys: Sequence[int]) -> None:
         """The gate has decided: count, and bring what is absent."""
         residents = self._residents
+        self._pinned = keys
         held = residents.partition(keys[0])
         absent = [key for key in keys if key not in held]
         loading = residents.loading
@@ -151,7 +154,6 @@ class Replay:
         residents.touch([key for key in keys if key in held])
         for key in absent:
             self._queue.withdraw(key)
-        self._pinned = keys
         if self._in_place:
             self._clock.read_in_place(len(absent) + late)
             self._fills.extend(absent)
@@ -163,7 +165,6 @@ class Replay:
                 self._clock.wait_for_piece()
             residents.admit(absent, keys)
             self._clock.load(len(absent))
-        self._pinned = ()
 
     def _start_next(self) -> bool:
         """Start the copy the free link is best used for."""

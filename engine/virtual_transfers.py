@@ -56,8 +56,8 @@ class VirtualTransferEngine(TransferEngine):
         self._clock.load(len(claims))
 
     def _leave(self, used: Sequence[int], pinned: Sequence[int]) -> None:
-        super()._leave(used, pinned)
         self._clock.compute(self._half)
+        super()._leave(used, pinned)
 
     def _start_next(self) -> bool:
         self._under_way = self._reserve_prefetch()
