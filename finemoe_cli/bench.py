@@ -11,7 +11,7 @@ import typer
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from finemoe_cli.console import note, write_table
-from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.interrupts import Interruptible, ending_at_once
 from finemoe_cli.opening import (
     BatchOption,
     DatasetOption,
@@ -136,7 +136,8 @@ def import_trace(
     Example:
         finemoe bench import-trace gpt-oss-20b__gpqa_main.npz gpqa.parquet
     """
-    from engine.trace_import import import_routing
+    with ending_at_once():
+        from engine.trace_import import import_routing
 
     manifest = import_routing(source, target, keep_repetitive)
     note(f"{target}: {manifest.model}, {manifest.layers} x {manifest.experts} top-{manifest.top_k}")
@@ -221,9 +222,10 @@ def replay(
     """
     from dataclasses import replace
 
-    from engine.hardware import preset
-    from engine.policy_names import POLICIES, check_policies
-    from finemoe_cli.replaying import COLUMNS, ReplayGrid
+    with ending_at_once():
+        from engine.hardware import preset
+        from engine.policy_names import POLICIES, check_policies
+        from finemoe_cli.replaying import COLUMNS, ReplayGrid
 
     names = [p.name for p in POLICIES] if policies == "all" else split_list(policies, "--policies")
     check_policies(names)
@@ -263,6 +265,7 @@ def policies() -> None:
     Example:
         finemoe bench policies
     """
-    from engine.policy_names import POLICIES
+    with ending_at_once():
+        from engine.policy_names import POLICIES
 
     write_table({policy.name: policy.summary for policy in POLICIES})

@@ -13,6 +13,7 @@ import typer
 
 from engine.budget import format_bytes
 from finemoe_cli.console import write, write_json, write_table
+from finemoe_cli.interrupts import ending_at_once
 from finemoe_cli.settings import Setting, config_file, load_settings
 
 PACKAGES = (
@@ -82,8 +83,9 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[dict[str, Any]]:
-    # The slow import of this verb, so only here.
-    import torch
+    with ending_at_once():
+        # The slow import of this verb, so only here.
+        import torch
 
     devices: list[dict[str, Any]] = [
         {

@@ -1,8 +1,10 @@
-"""Ctrl-C at a place of our choosing: between two tokens, never inside a copy or a commit."""
+"""Ctrl-C at a place of our choosing: between two tokens, never inside an import, a copy or a commit."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 
@@ -29,3 +31,17 @@ class Interruptible:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """A block in which Ctrl-C ends the program as the system does it, for heavy imports with nothing to save yet.
+
+    As an exception it would get lost there: torch takes one that stops numpy's import for a missing numpy, and
+    goes on without.
+    """
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.budget import ExpertBudget, format_bytes
 from finemoe_cli.console import note, progress
+from finemoe_cli.interrupts import ending_at_once
 from finemoe_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,9 +69,12 @@ def open_source(settings: Settings) -> ModelSource:
 def find_model(name: str) -> ModelSource:
     """Find a model by name; see ``engine.source.resolve_model``."""
     _quiet_libraries()
-    from engine.source import resolve_model
+    with ending_at_once():
+        # Once the engine itself is needed, there is something to save.
+        import_module("engine.engine")
+        from engine.source import resolve_model
 
-    return resolve_model(name)
+        return resolve_model(name)
 
 
 def open_prompt_set(
@@ -77,14 +82,16 @@ def open_prompt_set(
 ) -> PromptSet:
     """Open a prompt set; with ``on_skip`` unreadable rows are passed over and handed to it."""
     _quiet_libraries()
-    from engine.prompts import open_prompts
+    with ending_at_once():
+        from engine.prompts import open_prompts
 
-    return open_prompts(dataset, limit=limit, skip_bad=on_skip is not None, on_skip=on_skip, seed=seed)
+        return open_prompts(dataset, limit=limit, skip_bad=on_skip is not None, on_skip=on_skip, seed=seed)
 
 
 def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
     """Open the model's store for reading and adding maps, creating it where there is none."""
-    from store.expert_map_store import ExpertMapStore
+    with ending_at_once():
+        from store.expert_map_store import ExpertMapStore
 
     return ExpertMapStore.open(
         settings.home_folder,

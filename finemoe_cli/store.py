@@ -9,6 +9,7 @@ import typer
 
 from engine.budget import format_bytes
 from finemoe_cli.console import note, write, write_json, write_table
+from finemoe_cli.interrupts import ending_at_once
 from finemoe_cli.opening import JsonOption, ModelOption, StoreOption, find_model
 from finemoe_cli.settings import DEFAULT_MODEL, Settings, load_settings
 
@@ -57,7 +58,8 @@ def inspect(model: ModelOption = None, store: StoreOption = None, as_json: JsonO
 
 
 def _open_existing(settings: Settings) -> ExpertMapStore:
-    from store.expert_map_store import ExpertMapStore
+    with ending_at_once():
+        from store.expert_map_store import ExpertMapStore
 
     fingerprint, location = _choose(settings)
     return ExpertMapStore.open(

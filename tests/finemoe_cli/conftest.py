@@ -137,11 +137,24 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     return stdout, stderr
 
 
+def end_by_ctrl_c(process: subprocess.Popen[str]) -> int:
+    """Press Ctrl-C at a process that waits for input until it ends; return the exit code a shell shows.
+
+    One press may go unnoticed: where it comes just before the system call that waits, CPython sees it only after.
+    """
+    for _ in range(20):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+            break
+    return shell_status(process)
+
+
 def shell_status(process: subprocess.Popen[str]) -> int:
     """The exit code a shell shows once the process has ended.
 
-    Where Ctrl-C interrupts code that Python got as a string, as the making of a dataclass is, CPython ends by the
-    signal itself, whoever has caught the interrupt since; a shell shows 130 for that as well.
+    A process may end by the signal itself: while it imports, or where Ctrl-C interrupts code that Python got as a
+    string, as the making of a dataclass is, whoever has caught it since. A shell shows 130 for that as well.
     """
     code = process.wait(60)
     return code if code >= 0 else 128 - code

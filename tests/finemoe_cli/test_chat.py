@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BudgetError, DeviceError, ModelNotFoundError, PromptError, UsageError
-from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, shell_status, wait_for
+from tests.finemoe_cli.conftest import Outcome, Starter, end_by_ctrl_c, interrupt, run_here, wait_for
 
 FOX = ("-p", "Tell me a story about a fox.", "--max-tokens", "12")
 # Sampled without a template the demo model talks on, so that there is time to press Ctrl-C.
@@ -208,5 +208,4 @@ def test_ctrl_c_at_a_terminal(start: Starter) -> None:
     terminal.process.send_signal(signal.SIGINT)
     terminal.read_until("> ")
     assert "1 replies" in terminal.enter("/stats")
-    terminal.process.send_signal(signal.SIGINT)
-    assert shell_status(terminal.process) == 130
+    assert end_by_ctrl_c(terminal.process) == 130

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finemoe_cli.conftest import Runner, shell_status
+from tests.finemoe_cli.conftest import Runner, end_by_ctrl_c
 
 HEAVY = ("torch", "transformers", "lancedb", "datasets", "pyarrow", "sqlalchemy")
 
@@ -158,7 +157,5 @@ def test_ctrl_c_while_stdin_is_read(environment: dict[str, str]) -> None:
     for line in process.stderr:
         if line.rstrip().endswith("finemoe_cli.app"):
             break
-    process.send_signal(signal.SIGINT)
-    stderr = process.stderr.read()
-    assert shell_status(process) == 130
-    assert "Traceback" not in stderr
+    assert end_by_ctrl_c(process) == 130
+    assert "Traceback" not in process.stderr.read()
