@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -69,7 +70,10 @@ class Residents:
         pinned = set(pinned)
         pending = list(keys)
         while pending:
-            free = [key for key in recency if key not in pinned and key != self.loading]
+            candidates = (key for key in recency if key not in pinned and key != self.loading)
+            # By recency the first ones go, whatever else is free.
+            needed = len(recency) + len(pending) - self._share if self._by_recency else None
+            free = list(islice(candidates, needed))
             room = self._share - len(recency) + len(free)
             if not room:
                 if not pinned:
@@ -91,7 +95,8 @@ class Residents:
         """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
         recency = self.partition(key)
         if len(recency) >= self._share:
-            free = [k for k in recency if k not in pinned and k != self.loading]
+            candidates = (k for k in recency if k not in pinned and k != self.loading)
+            free = list(islice(candidates, 1 if self._by_recency else None))
             if not free:
                 return False
             victim = free[0]
