@@ -54,19 +54,22 @@ class Residents:
             recency[key] = None
             self._unused.discard(key)
 
-    def admit(self, keys: Sequence[int], pinned: Collection[int]) -> None:
+    def admit(self, keys: Sequence[int], pinned: Collection[int]) -> Collection[int]:
         """Take experts of one layer that a gate has decided, evicting others; of ``pinned`` only if nothing else is.
+
+        Returns:
+            those the layer still reads: all of ``pinned``, or the last of them where they had to take turns.
 
         Raises:
             RuntimeError: they find no room; replays refuse such capacities beforehand.
         """
         if not keys:
-            return
+            return pinned
         recency = self.partition(keys[0])
         if len(recency) + len(keys) <= self._share:
             for key in keys:
                 self._hold(recency, key)
-            return
+            return pinned
         pinned = set(pinned)
         pending = list(keys)
         while pending:
@@ -90,6 +93,7 @@ class Residents:
                 self._hold(recency, key)
             pinned.update(group)
         self._check(recency)
+        return pinned
 
     def admit_speculatively(self, key: int, value: float, pinned: Collection[int]) -> bool:
         """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
