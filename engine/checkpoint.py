@@ -80,7 +80,7 @@ def load_model(
     report = progress or (lambda done, of: None)
     report(0, total)
     model = _load_dense(source, dtype, where)
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     try:
         model.to(device)
     except torch.OutOfMemoryError as error:
@@ -98,7 +98,7 @@ def load_model(
         layers=find_moe_layers(model),
         experts=experts,
         tokenizer=tokenizer,
-        eos_token_ids=_end_of_turn(model, tokenizer),
+        eos_token_ids=end_of_turn(model, tokenizer),
         dtype=dtype,
     )
 
@@ -130,7 +130,7 @@ def _read_experts(
 def _load_dense(source: ModelSource, dtype: torch.dtype, where: str) -> PreTrainedModel:
     """The model without experts, on the CPU, through transformers' own loader; every tensor accounted for."""
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = _without_experts(model_class(source.config)).from_pretrained(
                 source.folder,
                 config=source.config,
@@ -198,7 +198,8 @@ def _stored_dtype(source: ModelSource, shards: list[Shard]) -> torch.dtype:
     return next(floating, torch.float32)
 
 
-def _load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; raises CheckpointError where its files are missing."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -211,7 +212,8 @@ def _load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a turn, whoever of tokenizer and configurations names them."""
     ids: set[int] = set()
     for owner in (tokenizer, model.config, model.config.get_text_config(), model.generation_config):
         stated = getattr(owner, "eos_token_id", None)
@@ -220,7 +222,7 @@ def _end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers' loading report and progress bar off the terminal; what matters is raised instead."""
     verbosity = transformers_logging.get_verbosity()
     had_bar = transformers_logging.is_progress_bar_enabled()

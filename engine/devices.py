@@ -56,3 +56,9 @@ def choose_dtype(name: str, config: Any) -> torch.dtype:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes free on a CUDA device; None on the CPU, where slots are plain host memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what models that are gone have left in PyTorch's own pool, so that free memory is seen as free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

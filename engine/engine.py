@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 
-from jinja2 import TemplateError
-
 from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
-from engine.checkpoint import load_model
+from engine.chat_template import encode_chat
+from engine.checkpoint import LoadedModel, load_model
 from engine.devices import choose_device, choose_dtype, free_bytes
-from engine.errors import PromptError, UsageError
+from engine.errors import UsageError
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
 from engine.gate_probe import find_gates
@@ -57,6 +56,7 @@ class Engine:
         clock: Hardware | None,
         progress: Callable[[int, int], None] | None,
         trace: TraceWriter | None,
+        loaded: LoadedModel | None,
     ) -> None:
         if distance < 1:
             raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
@@ -74,7 +74,7 @@ class Engine:
                 budget = cache.resolve(experts * slot_bytes(expert_bytes), None)
                 slots_within(budget, expert_bytes, experts, top_k, partitions)
 
-        loaded = load_model(source, self.device, self.dtype, progress, admit)
+        loaded = loaded or load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
         inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future)
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
@@ -137,6 +137,7 @@ class Engine:
         clock: Hardware | None = None,
         progress: Callable[[int, int], None] | None = None,
         trace: TraceWriter | None = None,
+        loaded: LoadedModel | None = None,
     ) -> Engine:
         """Load a model.
 
@@ -151,6 +152,8 @@ class Engine:
                 or missed depends on nothing but the routing. None for the machine's own time.
             progress: told (bytes loaded, bytes in all).
             trace: is written the routing of every iteration.
+            loaded: the model of ``source`` on ``device`` as an engine that is closed by now has left it, to spare
+                loading it again.
 
         Raises:
             BudgetError, DeviceError, CheckpointError, PolicyError, UnsupportedModelError, UsageError
@@ -168,6 +171,7 @@ class Engine:
             clock=clock,
             progress=progress,
             trace=trace,
+            loaded=loaded,
         )
 
     @property
@@ -176,21 +180,8 @@ class Engine:
         return self._transfers.traffic
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation through the model's chat template, ready for the assistant's turn.
-
-        A tokenizer without a template gets the turns' texts as paragraphs.
-
-        Raises:
-            PromptError: the template refuses the turns, as many refuse a system text or two turns of one role.
-        """
-        turns = [dict(message) for message in messages]
-        if not self.tokenizer.chat_template:
-            return self.encode_text("\n\n".join(turn["content"] for turn in turns))
-        try:
-            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise PromptError(f"the model's chat template refuses the conversation: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids of a conversation; see ``engine.chat_template.encode_chat``."""
+        return encode_chat(self.tokenizer, messages)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens the tokenizer adds by itself."""

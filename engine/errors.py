@@ -61,3 +61,7 @@ class PolicyError(UsageError):
 
 class PlotError(UsageError):
     """A plot cannot be written where or as it was asked for."""
+
+
+class LosslessError(FinemoeError):
+    """The engine generated other tokens than transformers' eager experts do."""

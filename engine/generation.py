@@ -13,10 +13,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import PromptError
-from engine.observer import GateObserver, Iteration, SequenceState
+from engine.observer import Iteration, SequenceState
 from engine.sampling import make_sampler
 from engine.steps import GenerationSettings, Step, Traffic
 from engine.text_stream import TextStream
+
+
+class IterationListener(Protocol):
+    """Who is told of every forward pass before it runs."""
+
+    def begin(self, iteration: Iteration) -> None: ...
 
 
 class TrafficMeter(Protocol):
@@ -53,7 +59,7 @@ class TokenLoop:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        observer: GateObserver,
+        observer: IterationListener,
         meter: TrafficMeter,
         eos_token_ids: frozenset[int],
         context_length: int | None,
@@ -145,10 +151,9 @@ class TokenLoop:
         return 2**31 if self._context_length is None else self._context_length - prompt_length
 
     def _admit(self, prompt: Sequence[int], max_new_tokens: int) -> _Sequence:
-        digest = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:32]
         limit = min(max_new_tokens, self._room(len(prompt)))
         self._sequences += 1
-        return _Sequence(self._sequences - 1, prompt, digest, TextStream(self._tokenizer), limit)
+        return _Sequence(self._sequences - 1, prompt, hash_prompt(prompt), TextStream(self._tokenizer), limit)
 
     def _describe(self, sequences: Sequence[_Sequence], batch: _PaddedBatch, index: int) -> Iteration:
         states = [
@@ -187,6 +192,11 @@ class TokenLoop:
             sequence.finished = "length"
             text += sequence.text.finish()
         return text
+
+
+def hash_prompt(token_ids: Sequence[int]) -> str:
+    """The name by which records know a prompt without holding it."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:32]
 
 
 class _PaddedBatch:

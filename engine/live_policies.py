@@ -18,6 +18,12 @@ from engine.traces import RoutingTrace
 
 DEFAULT_DISTANCE = 3
 
+SEARCHING = frozenset({"map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq", "adaptive"})
+"""Policies that search a library of expert maps."""
+
+COUNTING = frozenset({"moe-infinity", "hit-count"})
+"""Policies that count what earlier requests used."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyInputs:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from engine.fingerprint import ModelFingerprint
+from engine.profiles import MachineIdentity
 from store import entities
 from store.database import database_errors, open_database
 from store.schema import StoreDescription
@@ -126,7 +127,7 @@ class Catalog:
                 run = entities.Run(store_pk=store_pk, run_id=run_id, model_digest=model_digest)
                 session.add(run)
             run.kind, run.settings, run.status = kind, dict(settings), "running"
-            run.dataset = None if dataset is None else self._dataset(session, dataset)
+            run.dataset = None if dataset is None else find_dataset(session, dataset)
             run.finished = None
             session.flush()
             return _as_run(run)
@@ -208,11 +209,6 @@ class Catalog:
                 with Session(self._engine) as session, session.begin():
                     return work(session)
 
-    @staticmethod
-    def _dataset(session: Session, identity: str) -> entities.Dataset:
-        found = session.scalar(select(entities.Dataset).filter_by(identity=identity))
-        return found or entities.Dataset(identity=identity)
-
 
 def _find_run(session: Session, store_pk: int, run_id: str) -> entities.Run | None:
     return session.scalar(select(entities.Run).filter_by(store_pk=store_pk, run_id=run_id))
@@ -252,3 +248,15 @@ def add_model(session: Session, fingerprint: ModelFingerprint, name: str) -> Non
                 fingerprint=fingerprint.to_dict(),
             )
         )
+
+
+def add_machine(session: Session, machine: MachineIdentity) -> None:
+    """Make a machine known, if it is not."""
+    if session.get(entities.Machine, machine.digest) is None:
+        session.add(entities.Machine(digest=machine.digest, name=machine.device, description=machine.to_dict()))
+
+
+def find_dataset(session: Session, identity: str) -> entities.Dataset:
+    """The row of the prompts with this identity, a new one where there is none."""
+    found = session.scalar(select(entities.Dataset).filter_by(identity=identity))
+    return found or entities.Dataset(identity=identity)

@@ -13,6 +13,10 @@ class StoreNotFoundError(UsageError):
     """No store exists at the given place."""
 
 
+class BenchRunNotFoundError(UsageError):
+    """No benchmark of that name is in the catalog, or several are."""
+
+
 class StoreMismatchError(UsageError):
     """The store belongs to another model than the one in hand."""
 

@@ -37,6 +37,9 @@ class ExpertMapStore:
 
     ``publish`` and the searches touch memory only and belong to one thread, the matcher's; ``flush`` and the
     rest may be called from another one meanwhile.
+
+    Attributes:
+        prompt_hashes: of the prompts whose maps were there on opening.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ExpertMapStore:
             key: Origin(run_id, phase)
             for key, run_id, phase in zip(log.rows.keys, log.run_ids, log.phases, strict=True)
         }
+        self.prompt_hashes = frozenset(log.prompt_hashes)
         self._buffer = WriteBuffer(self._origins)
         for key in self._index.fill(log.rows):
             self._displace(key)

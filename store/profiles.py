@@ -11,7 +11,7 @@ from engine.fingerprint import ModelFingerprint
 from engine.hardware import Hardware
 from engine.profiles import MachineIdentity, Profile
 from store import entities
-from store.catalog import Catalog, add_model
+from store.catalog import Catalog, add_machine, add_model
 
 
 def save_profile(catalog: Catalog, fingerprint: ModelFingerprint, model_name: str, profile: Profile) -> None:
@@ -20,8 +20,7 @@ def save_profile(catalog: Catalog, fingerprint: ModelFingerprint, model_name: st
 
     def work(session: Session) -> None:
         add_model(session, fingerprint, model_name)
-        if session.get(entities.Machine, machine.digest) is None:
-            session.add(entities.Machine(digest=machine.digest, name=machine.device, description=machine.to_dict()))
+        add_machine(session, machine)
         session.flush()
         earlier = {"model_digest": fingerprint.digest, "machine_digest": machine.digest}
         session.execute(delete(entities.Profile).filter_by(**earlier))

@@ -98,6 +98,7 @@ class LogContents:
     run_ids: list[str]
     batch_ids: list[str]
     phases: list[str]
+    prompt_hashes: list[str]
 
 
 def map_schema(description: StoreDescription) -> pa.Schema:
@@ -153,7 +154,8 @@ def decode_maps(table: pa.Table, layers: int, experts: int) -> LogContents:
         embeddings=_matrix(table["embedding"]),
         maps=_matrix(table["map"]).reshape(len(table), layers, experts),
     )
-    return LogContents(rows, table["run_id"].to_pylist(), table["batch_id"].to_pylist(), table["phase"].to_pylist())
+    columns = (table[name].to_pylist() for name in ("run_id", "batch_id", "phase", "prompt_hash"))
+    return LogContents(rows, *columns)
 
 
 def _vectors(arrays: list[np.ndarray]) -> pa.FixedSizeListArray:
