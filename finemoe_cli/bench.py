@@ -1,4 +1,4 @@
-"""``finemoe bench``: routing traces, and policies replayed on them."""
+"""``finemoe bench``: policies measured live; routing traces, and policies replayed on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
+from finemoe_cli import bench_live
 from finemoe_cli.console import note, write_table
 from finemoe_cli.interrupts import Interruptible, ending_at_once
 from finemoe_cli.opening import (
@@ -33,18 +34,9 @@ class Executor(StrEnum):
     in_place = "in-place"
 
 
-@app.callback(invoke_without_command=True)
-def bench(context: typer.Context) -> None:
-    """Record or convert routing traces, and replay policies on them.
-
-    \b
-    Examples:
-        finemoe bench record routing.parquet --dataset demo --limit 20
-        finemoe bench import-trace routing.npz routing.parquet
-        finemoe bench replay routing.parquet --hardware h200/gpt-oss
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+app.callback(invoke_without_command=True)(bench_live.bench)
+app.command("runs")(bench_live.runs)
+app.command("show")(bench_live.show)
 
 
 @app.command("record")

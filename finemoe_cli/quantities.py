@@ -19,6 +19,15 @@ def split_list(text: str, option: str) -> list[str]:
     return parts
 
 
+def parse_counts(text: str, option: str) -> list[int]:
+    """Whole numbers above 0 of a comma list."""
+    parts = split_list(text, option)
+    for part in parts:
+        if not (part.isascii() and part.isdigit() and len(part) < 10 and int(part)):
+            raise UsageError(f"{option} {part!r} is no whole number above 0; give a comma list such as 16,128")
+    return [int(part) for part in parts]
+
+
 def parse_duration(text: str, option: str) -> float:
     """Seconds of a text such as ``0.1ms``, ``10us`` or ``1s``."""
     match = _DURATION.fullmatch(text.strip())

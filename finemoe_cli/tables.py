@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -19,8 +19,21 @@ class OutputFormat(StrEnum):
     jsonl = "jsonl"
 
 
-def write_records(records: Iterable[dict[str, Any]], form: OutputFormat, columns: Sequence[str]) -> None:
-    """Write records that share their names; md shows ``columns`` alone. jsonl writes each as it comes."""
+Row = dict[str, Any]
+
+
+def write_records(
+    records: Iterable[Row],
+    form: OutputFormat,
+    columns: Sequence[str],
+    shorten: Callable[[Row], Row] = lambda record: record,
+) -> None:
+    """Write records that share their names; jsonl writes each as it comes.
+
+    Args:
+        columns: what md shows.
+        shorten: makes of a record what md shows, for names and values that people read more easily.
+    """
     if form is OutputFormat.jsonl:
         for record in records:
             write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -32,10 +45,11 @@ def write_records(records: Iterable[dict[str, Any]], form: OutputFormat, columns
         text = io.StringIO()
         table = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else list(columns), lineterminator="\n")
         table.writeheader()
-        table.writerows(rows)
+        table.writerows({name: _csv_cell(value) for name, value in row.items()} for row in rows)
         write(text.getvalue())
     else:
-        write(_markdown([list(columns), *([_cell(row[name]) for name in columns] for row in rows)]))
+        shown = [shorten(row) for row in rows]
+        write(_markdown([list(columns), *([_cell(row[name]) for name in columns] for row in shown)]))
 
 
 def _markdown(rows: list[list[str]]) -> str:
@@ -46,4 +60,10 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _csv_cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

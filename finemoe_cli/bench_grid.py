@@ -1,0 +1,268 @@
+"""The grid of live ``finemoe bench``: every combination on the real engine, a record each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from engine.benchmarking import BenchLibrary, Generating, StoreState, Workload, answer_prompts, tokens_of
+from engine.budget import ExpertBudget
+from engine.checkpoint import LoadedModel, load_model
+from engine.devices import choose_device, choose_dtype, release_memory
+from engine.engine import Engine
+from engine.errors import BudgetError, DeviceError
+from engine.measures import measure_requests
+from engine.records import ExpertMapLibrary
+from engine.resident import ResidentModel
+from engine.source import ModelSource
+from engine.steps import GenerationSettings, Step
+from engine.trace_files import TraceWriter, read_trace
+from engine.traces import RoutingTrace, TraceManifest
+from finemoe_cli.bench_plan import BenchPlan, Cell
+from finemoe_cli.bench_prompts import BenchPrompts
+from finemoe_cli.bench_records import Row, make_record
+from finemoe_cli.bench_stores import BenchStore
+from finemoe_cli.console import note, progress, report_error
+from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.settings import Settings
+from store.bench_runs import BenchRecord
+
+EAGER = "resident-eager"
+RESIDENT = "resident"
+RECORDED = "lru"
+_EVERYTHING = "100%"
+_FILL_BATCH = 4
+
+Pass = list[list[Step]]
+"""The steps of every test of one repetition."""
+
+
+class LiveGrid:
+    """Measures a plan row by row.
+
+    Attributes:
+        reference: the row whose tokens all others are compared with.
+        differing: rows that generated other tokens.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: ModelSource,
+        plan: BenchPlan,
+        prompts: BenchPrompts,
+        store: BenchStore,
+        identity: Mapping[str, Any],
+        interrupt: Interruptible,
+    ) -> None:
+        self.reference = EAGER
+        self.differing: list[str] = []
+        self._settings = settings
+        self._source = source
+        self._plan = plan
+        self._prompts = prompts
+        self._store = store
+        self._identity = identity
+        self._interrupt = interrupt
+        self._device = choose_device(settings.device.text)
+        self._history: RoutingTrace | None = None
+        self._futures: dict[Workload, RoutingTrace] = {}
+        self._expected: dict[Workload, list[list[int | None]]] = {}
+        self._measured = 0
+
+    def measure(self) -> Generator[BenchRecord, None, None]:
+        """Yield a record as soon as its row has been measured.
+
+        Raises:
+            KeyboardInterrupt: between two tokens, once the interrupt is requested.
+        """
+        yield from self._measure_residents()
+        loaded = self._load()
+        with tempfile.TemporaryDirectory(prefix="finemoe-bench-") as folder:
+            self._prepare(loaded, Path(folder))
+        for workload in self._prompts.workloads:
+            for cell in self._plan.cells:
+                record = self._measure_cell(loaded, cell, workload)
+                if record is not None:
+                    yield record
+
+    def _load(self) -> LoadedModel:
+        """The model that all engines share, one after the other."""
+        with progress() as display:
+            task = display.add_task(f"loading {self._source.name}", total=None)
+            return load_model(
+                self._source,
+                self._device,
+                choose_dtype(self._settings.dtype.text, self._source.config),
+                lambda done, total: display.update(task, completed=done, total=total),
+            )
+
+    def _prepare(self, loaded: LoadedModel, folder: Path) -> None:
+        """Fill a temporary store, and record the routing that policies are told beforehand."""
+        fill = self._plan.needs_maps and self._store.is_temporary
+        if fill or self._plan.needs_history:
+            note(f"answering {len(self._prompts.store)} prompts of the store's side")
+            self._history = self._record_routing(loaded, folder, self._fill, self._store.maps if fill else None)
+        for workload in self._prompts.workloads:
+            note(f"recording the routing of {_describe(workload)}")
+
+            def answer(engine: Engine, workload: Workload = workload) -> None:
+                requests = answer_prompts(engine, workload.prompts, workload.new_tokens, self._poll)
+                self._expected.setdefault(workload, tokens_of(requests[len(workload.warm_up) :]))
+
+            self._futures[workload] = self._record_routing(loaded, folder, answer, None)
+
+    def _record_routing(
+        self, loaded: LoadedModel, folder: Path, answer: Callable[[Engine], None], library: ExpertMapLibrary | None
+    ) -> RoutingTrace:
+        path = folder / "routing.parquet"
+        largest = max(self._plan.caches, key=lambda cache: (cache.share or 0, cache.size or 0))
+        with (
+            TraceWriter(path, _manifest(self._source, self._prompts.dataset)) as writer,
+            self._open(loaded, RECORDED, largest, library=library, trace=writer) as engine,
+        ):
+            answer(engine)
+        return read_trace(path)
+
+    def _fill(self, engine: Engine) -> None:
+        settings = GenerationSettings(max_new_tokens=max(self._plan.new_tokens))
+        prompts = self._prompts.store
+        for start in range(0, len(prompts), _FILL_BATCH):
+            with closing(engine.generate(prompts[start : start + _FILL_BATCH], settings)) as steps:
+                for _ in steps:
+                    self._poll()
+        engine.drain()
+
+    def _measure_residents(self) -> Iterator[BenchRecord]:
+        """Plain transformers with every expert on the device: eager, whose tokens are the measure, and its default."""
+        try:
+            model = ResidentModel.open(self._source, device=self._settings.device.text, dtype=self._settings.dtype.text)
+        except DeviceError as error:
+            note(f"left out: the resident rows, for {error}; tokens are compared with those of {RECORDED}")
+            self.reference = RECORDED
+            return
+        shape = self._source.fingerprint
+        for workload in self._prompts.workloads:
+            for name, implementation in ((EAGER, "eager"), (RESIDENT, model.default_implementation)):
+                model.use(implementation)
+                passes = [self._pass(model, workload) for _ in range(self._plan.repetitions)]
+                self._expected.setdefault(workload, tokens_of(passes[0]))
+                executor = f"transformers {implementation}"
+                row = Row(name, None, _EVERYTHING, executor, model.expert_bytes, shape.layers * shape.experts, None)
+                yield self._record(row, workload, passes)
+        del model
+        release_memory(self._device)
+
+    def _measure_cell(self, loaded: LoadedModel, cell: Cell, workload: Workload) -> BenchRecord | None:
+        try:
+            rows, passes = zip(
+                *(self._repeat(loaded, cell, workload) for _ in range(self._plan.repetitions)), strict=True
+            )
+        except BudgetError as error:
+            note(f"left out: {cell.describe()}: {error}")
+            return None
+        return self._record(rows[0], workload, passes)
+
+    def _repeat(self, loaded: LoadedModel, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
+        """One repetition on an engine of its own, whose device memory is free again when this returns."""
+        library = None if cell.state is None else self._store.library(cell.state)
+        release_memory(self._device)
+        with self._open(loaded, cell.policy, cell.cache, library=library, future=self._futures[workload]) as engine:
+            row = Row(
+                cell.policy,
+                cell.state,
+                cell.cache.text,
+                "host-driven",
+                engine.budget_bytes,
+                engine.slots,
+                self._distance,
+            )
+            return row, self._pass(engine, workload, library, cell.state)
+
+    def _pass(
+        self,
+        model: Generating,
+        workload: Workload,
+        library: BenchLibrary | None = None,
+        state: StoreState | None = None,
+    ) -> Pass:
+        """One repetition: the warm-up prompts, which nothing learns from, then the tests."""
+        answer_prompts(model, workload.warm_up, workload.new_tokens, self._poll)
+        if library is not None and state is not None:
+            library.learning = state.learning
+        return answer_prompts(model, workload.tests, workload.new_tokens, self._poll)
+
+    def _open(
+        self,
+        loaded: LoadedModel,
+        policy: str,
+        cache: ExpertBudget,
+        library: ExpertMapLibrary | None,
+        future: RoutingTrace | None = None,
+        trace: TraceWriter | None = None,
+    ) -> Engine:
+        return Engine.open(
+            self._source,
+            cache=cache,
+            device=self._settings.device.text,
+            dtype=self._settings.dtype.text,
+            library=library,
+            policy=policy,
+            distance=self._distance,
+            history=self._history,
+            future=future,
+            trace=trace,
+            loaded=loaded,
+        )
+
+    def _record(self, row: Row, workload: Workload, passes: Sequence[Pass]) -> BenchRecord:
+        """Compare a row's tokens with the reference's, tell of it, and make its record."""
+        equal = all(tokens_of(one) == self._expected[workload] for one in passes)
+        if not equal and row.policy == RESIDENT:
+            note(f"{row.executor} chose other tokens than transformers eager, as it may")
+        elif not equal:
+            self.differing.append(row.describe())
+            report_error(f"{row.describe()} generated other tokens than {self.reference}")
+        measures = measure_requests([request for one in passes for request in one])
+        self._measured += 1
+        tpot = "" if measures.tpot is None else f", TPOT {measures.tpot.mean * 1e3:.1f} ms"
+        hit = f", hit {measures.decode.hit_rate:.1%}" if measures.decode.routed else ""
+        note(f"{self._measured}/{self._rows} {row.describe()}, {_describe(workload)}{tpot}{hit}")
+        checked = {"reference": self.reference, "tokens_equal": equal}
+        return make_record(row, workload, measures, len(passes), self._store, checked, self._identity)
+
+    @property
+    def _rows(self) -> int:
+        """How many rows there will be at most."""
+        residents = 2 if self.reference == EAGER else 0
+        return len(self._prompts.workloads) * (len(self._plan.cells) + residents)
+
+    @property
+    def _distance(self) -> int:
+        return self._plan.distance or self._store.maps.distance
+
+    def _poll(self) -> None:
+        if self._interrupt.requested:
+            raise KeyboardInterrupt
+
+
+def _describe(workload: Workload) -> str:
+    length = "as they are" if workload.prompt_length is None else f"of {workload.prompt_length} tokens"
+    return f"{len(workload.tests)} prompts {length} + {workload.new_tokens}"
+
+
+def _manifest(source: ModelSource, dataset: str) -> TraceManifest:
+    shape = source.fingerprint
+    return TraceManifest(
+        model=source.name,
+        layers=shape.layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        distributions="full",
+        hidden_size=shape.hidden_size,
+        fingerprint=shape.to_dict(),
+        origin=f"recorded from {dataset}",
+    )

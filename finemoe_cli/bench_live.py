@@ -1,0 +1,225 @@
+"""``finemoe bench`` itself, the live benchmark, and ``bench runs`` and ``bench show``, which look at earlier ones."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.budget import ExpertBudget
+from engine.errors import UsageError
+from finemoe_cli.console import note, write_json, write_table
+from finemoe_cli.opening import JsonOption, ModelOption, SeedOption, open_prompt_set, open_source
+from finemoe_cli.quantities import parse_counts, split_list
+from finemoe_cli.settings import NO_STORE, Settings, load_settings
+from finemoe_cli.tables import OutputFormat, write_records
+
+if TYPE_CHECKING:
+    from store.bench_runs import BenchRun
+    from store.catalog import Catalog
+
+SHOWN_DIGITS = 12
+
+OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="Format of the records.")]
+
+
+def bench(
+    context: typer.Context,
+    model: ModelOption = None,
+    policies: Annotated[
+        str, typer.Option("--policies", metavar="NAMES", help="Comma list; 'finemoe bench policies' shows them.")
+    ] = "lru,finemoe",
+    cache: Annotated[
+        str, typer.Option("--cache", metavar="BUDGETS", help="Comma list of sizes or shares of all experts.")
+    ] = "10%,25%",
+    prompts: Annotated[
+        str,
+        typer.Option(
+            "--prompts", metavar="P", help="demo, lmsys, sharegpt, or a .jsonl, .json, .parquet or .txt file."
+        ),
+    ] = "demo",
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option("-p", metavar="LENS", help="Comma list: tokens of every prompt.", show_default="as they are"),
+    ] = None,
+    new_tokens: Annotated[
+        str, typer.Option("-n", metavar="LENS", help="Comma list: tokens to generate a prompt.")
+    ] = "16",
+    repetitions: Annotated[
+        int, typer.Option("-r", metavar="REPS", min=1, max=1000, help="Passes over the test prompts.")
+    ] = 2,
+    states: Annotated[
+        str,
+        typer.Option(
+            "--states", metavar="STATES", help="Comma list of what the store holds: cold, fresh, warm, online."
+        ),
+    ] = "cold,warm,online",
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store", metavar="S", help="Take this store's maps; it is only read.", show_default="a temporary one"
+        ),
+    ] = None,
+    store_prompts: Annotated[
+        int, typer.Option("--store-prompts", metavar="N", min=1, help="Prompts that fill a temporary store.")
+    ] = 32,
+    test_prompts: Annotated[
+        int, typer.Option("--test-prompts", metavar="N", min=1, help="Prompts to measure with.")
+    ] = 4,
+    capacity: Annotated[
+        int | None,
+        typer.Option("--capacity", metavar="C", min=1, help="Maps a temporary store keeps.", show_default="1000"),
+    ] = None,
+    distance: Annotated[
+        int | None,
+        typer.Option(
+            "--distance", metavar="D", min=1, help="Layers between a prefetch and its use.", show_default="the store's"
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
+    ] = None,
+    seed: SeedOption = None,
+    output: OutputOption = OutputFormat.md,
+) -> None:
+    """Measure policies on the live engine, or replay them on recorded routing.
+
+    Without a command it answers prompts with every combination of the comma
+    lists. Rows for plain transformers with all experts on the device (its own
+    experts code, and eager), lru, and the bounds oracle and perfect, which know
+    the future, are always there. Every row's tokens are compared with eager's.
+
+    The prompts, what conversations open with, are split 70/30 by a hash: the
+    larger side fills the store, the other is measured. Rows are shown for a
+    store that is cold (empty, learning nothing), warm (filled, learning nothing)
+    or online (filled, learning as it goes); fresh is empty and learns. No store
+    of yours is written to.
+
+    Every repetition opens the engine anew and begins with an unmeasured prompt.
+    Times are milliseconds; hit, late, miss, MiB moved and wasted in a repetition
+    and stall are of decode. The other formats have all figures, for prefill and
+    decode, with deviation and percentiles. The records are kept: see 'finemoe
+    bench runs' and 'finemoe bench show'. Ctrl-C keeps those that are done.
+
+    \b
+    Examples:
+        finemoe bench
+        finemoe bench --policies lru,lfu,finemoe --cache 5%,10%,25%,50%
+        finemoe bench --model ./mixtral --cache 12GiB --prompts lmsys -p 32,512 -n 64
+        finemoe bench --store team-maps --states warm -r 5 -o json > records.json
+        finemoe bench record routing.parquet --dataset demo --limit 20
+        finemoe bench replay routing.parquet --hardware h200/gpt-oss
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_stray_options(context)
+        return
+    given = {name: value for name, value in context.params.items() if name != "output" and value is not None}
+    if store == NO_STORE:
+        raise UsageError("policies without a store are measured without one anyway: leave --store none out")
+    if store is not None and capacity is not None:
+        raise UsageError("--capacity is a temporary store's; one given by --store keeps its own")
+    settings = load_settings({"model": model, "device": device, "dtype": dtype})
+
+    from finemoe_cli.bench_plan import BenchPlan, state_named
+
+    plan = BenchPlan(
+        policies=_check_policies(split_list(policies, "--policies")),
+        states=[state_named(name) for name in split_list(states, "--states")],
+        caches=[ExpertBudget.parse(text) for text in split_list(cache, "--cache")],
+        prompt_lengths=[None] if prompt_lengths is None else parse_counts(prompt_lengths, "-p"),
+        new_tokens=parse_counts(new_tokens, "-n"),
+        repetitions=repetitions,
+        store_prompts=store_prompts,
+        test_prompts=test_prompts,
+        distance=distance,
+    )
+    prompt_set = open_prompt_set(prompts, None, seed, None)
+    source = open_source(settings)
+
+    from finemoe_cli.bench_records import COLUMNS, shorten_record
+    from finemoe_cli.bench_run import LiveBench
+
+    live = LiveBench(settings, source, plan, prompt_set, store, capacity, seed, given)
+    write_records(live.records(), output, COLUMNS, shorten_record)
+    live.check_outcome()
+
+
+def runs(as_json: JsonOption = False) -> None:
+    """List the benchmarks that the catalog keeps, the latest last.
+
+    \b
+    Examples:
+        finemoe bench runs
+        finemoe bench runs --json
+    """
+    from store.bench_runs import BenchRuns
+
+    with closing(_open_catalog(load_settings())) as catalog:
+        found = BenchRuns(catalog).runs()
+    if as_json:
+        write_json(found)
+        return
+    if not found:
+        note("no benchmark has been kept; 'finemoe bench' makes one")
+        return
+    write_table({run.id[:SHOWN_DIGITS]: _line(run) for run in found})
+
+
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Begin of a run's id, or 'last'.")],
+    output: OutputOption = OutputFormat.md,
+) -> None:
+    """Print the records of an earlier benchmark again.
+
+    \b
+    Examples:
+        finemoe bench show last
+        finemoe bench show 1f0c2a -o csv > records.csv
+    """
+    from finemoe_cli.bench_records import COLUMNS, shorten_record
+    from store.bench_runs import BenchRuns
+
+    with closing(_open_catalog(load_settings())) as catalog:
+        kept = BenchRuns(catalog)
+        found = kept.find(run)
+        records = kept.records(found.id)
+    note(_line(found))
+    write_records(({"run": found.id, **record.to_dict()} for record in records), output, COLUMNS, shorten_record)
+
+
+def _check_policies(names: list[str]) -> list[str]:
+    from engine.policy_names import check_policies
+
+    check_policies(names)
+    return names
+
+
+def _refuse_stray_options(context: typer.Context) -> None:
+    """Options of the live benchmark before a command's name would have no effect."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"{parameter.opts[-1]} belongs to 'finemoe bench' without a command; give the options of "
+                f"{context.invoked_subcommand} after its name"
+            )
+
+
+def _open_catalog(settings: Settings) -> Catalog:
+    from store.catalog import Catalog
+
+    return Catalog.open(settings.home_folder, settings.catalog_url.value)
+
+
+def _line(run: BenchRun) -> str:
+    options = run.settings
+    return (
+        f"{run.started:%Y-%m-%d %H:%M}  {run.status}, {run.records} records of {run.model} on {run.machine}, "
+        f"policies {options['policies']}, cache {options['cache']}"
+    )

@@ -1,0 +1,175 @@
+"""From measured steps to the records of ``finemoe bench``, and to the table that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.benchmarking import StoreState, Workload
+from engine.measures import Distribution, RequestMeasures
+from engine.steps import Traffic
+from finemoe_cli.bench_stores import BenchStore
+from store.bench_runs import BenchRecord
+
+NO_STORE = "-"
+
+COLUMNS = (
+    "policy",
+    "store",
+    "cache",
+    "p+n",
+    "ttft_ms",
+    "tpot_ms",
+    "tok/s",
+    "hit",
+    "late",
+    "miss",
+    "MiB",
+    "wasted",
+    "stall_ms",
+)
+"""What the table shows; hits and bytes are of decode, MiB those moved in a repetition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One combination as it ran.
+
+    Attributes:
+        policy: its name.
+        state: of the policy's store; None where it has none.
+        cache: the budget as written.
+        executor: what ran the experts.
+        budget_bytes, slots: what the budget came to.
+        distance: d; None where nothing is loaded ahead.
+    """
+
+    policy: str
+    state: StoreState | None
+    cache: str
+    executor: str
+    budget_bytes: int
+    slots: int
+    distance: int | None
+
+    def describe(self) -> str:
+        return " ".join([self.policy, *([self.state.name] if self.state else []), self.cache])
+
+
+def make_record(
+    row: Row,
+    workload: Workload,
+    measures: RequestMeasures,
+    repetitions: int,
+    store: BenchStore,
+    checked: Mapping[str, Any],
+    identity: Mapping[str, Any],
+) -> BenchRecord:
+    """A row's record: its figures, and all that is needed to measure them again.
+
+    Args:
+        store: the row's, if it has one.
+        checked: how its tokens compare.
+        identity: what the records of a run share.
+    """
+    state = row.state
+    settings = {
+        "cache": row.cache,
+        "slots": row.slots,
+        "prompt_length": workload.prompt_length,
+        "prompt_tokens": sum(map(len, workload.tests)) / len(workload.tests),
+        "new_tokens": workload.new_tokens,
+        "test_prompts": len(workload.tests),
+        "warm_up_prompts": len(workload.warm_up),
+        "repetitions": repetitions,
+        "distance": row.distance,
+        "map_capacity": store.maps.capacity if state else None,
+        "store": store.location if state else None,
+        "store_id": store.id if state else None,
+        "store_maps": (len(store.maps) if state.filled else 0) if state else None,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **identity,
+    }
+    return BenchRecord(
+        policy=row.policy,
+        executor=row.executor,
+        store_state=state.name if state else NO_STORE,
+        budget_bytes=row.budget_bytes,
+        seed=identity["seed"],
+        settings={name: value for name, value in settings.items() if name != "seed"},
+        measures={**measures_of(measures, repetitions, has_traffic=row.distance is not None), **checked},
+    )
+
+
+def measures_of(measures: RequestMeasures, repetitions: int, has_traffic: bool) -> dict[str, Any]:
+    """The figures of a record: times in milliseconds, traffic of decode, and of prefill by ``prefill_``.
+
+    A time's own name holds its mean, ``_deviation``, ``_p50``, ``_p90`` and ``_p99`` the rest. hit, late and miss are
+    shares of routed experts; bytes are of one repetition. What was not measured is None.
+    """
+    return {
+        **_spread("ttft_ms", measures.ttft, 1e3),
+        **_spread("tpot_ms", measures.tpot, 1e3),
+        **_spread("tokens_per_second", measures.tokens_per_second, 1.0),
+        **_traffic("", measures.decode if has_traffic else None, repetitions),
+        **_spread("stall_ms", measures.decode_stall if has_traffic else None, 1e3),
+        **_traffic("prefill_", measures.prefill if has_traffic else None, repetitions),
+        **_spread("prefill_stall_ms", measures.prefill_stall if has_traffic else None, 1e3),
+    }
+
+
+def shorten_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as a line of the table."""
+    prompt = record["prompt_length"] or f"~{record['prompt_tokens']:.0f}"
+    return {
+        "policy": record["policy"],
+        "store": record["store_state"],
+        "cache": record["cache"],
+        "p+n": f"{prompt}+{record['new_tokens']}",
+        "ttft_ms": _rounded(record["ttft_ms"]),
+        "tpot_ms": _rounded(record["tpot_ms"]),
+        "tok/s": _rounded(record["tokens_per_second"]),
+        "hit": _percent(record["hit"]),
+        "late": _percent(record["late"]),
+        "miss": _percent(record["miss"]),
+        "MiB": _mebibytes(record["bytes_moved"]),
+        "wasted": _mebibytes(record["wasted_bytes"]),
+        "stall_ms": _rounded(record["stall_ms"]),
+    }
+
+
+def _spread(name: str, values: Distribution | None, scale: float) -> dict[str, float | None]:
+    if values is None:
+        return {name: None, **{f"{name}_{part}": None for part in ("deviation", "p50", "p90", "p99")}}
+    return {
+        name: values.mean * scale,
+        f"{name}_deviation": values.deviation * scale,
+        f"{name}_p50": values.p50 * scale,
+        f"{name}_p90": values.p90 * scale,
+        f"{name}_p99": values.p99 * scale,
+    }
+
+
+def _traffic(prefix: str, traffic: Traffic | None, repetitions: int) -> dict[str, float | None]:
+    names = ("hit", "late", "miss", "routed", "bytes_moved", "bytes_prefetched", "wasted_bytes")
+    if traffic is None or not traffic.routed:
+        return {prefix + name: None for name in names}
+    shares = (count / traffic.routed for count in (traffic.hits, traffic.late, traffic.misses))
+    moved = traffic.bytes_on_demand + traffic.bytes_prefetched
+    totals = (traffic.routed, moved, traffic.bytes_prefetched, traffic.bytes_wasted)
+    values = (*shares, *(round(total / repetitions) for total in totals))
+    return {prefix + name: value for name, value in zip(names, values, strict=True)}
+
+
+def _rounded(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.1f}"
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
+
+
+def _mebibytes(count: int | None) -> str | None:
+    return None if count is None else f"{count / 2**20:,.1f}"

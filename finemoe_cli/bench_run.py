@@ -1,0 +1,129 @@
+"""One run of live ``finemoe bench``: checked before anything slow, kept in the catalog, ended cleanly."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from importlib.metadata import version
+from typing import Any
+
+from engine.checkpoint import load_tokenizer
+from engine.devices import choose_device, choose_dtype
+from engine.errors import FinemoeError, LosslessError
+from engine.footprint import ModelFootprint, measure_model
+from engine.machine import identify_machine
+from engine.prompts import PromptSet
+from engine.slots import slots_within
+from engine.source import ModelSource
+from finemoe_cli.bench_grid import LiveGrid
+from finemoe_cli.bench_plan import BenchPlan
+from finemoe_cli.bench_prompts import draw_prompts
+from finemoe_cli.bench_stores import BenchStore
+from finemoe_cli.console import note
+from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.settings import Settings
+from store.bench_runs import BenchRuns
+from store.catalog import Catalog, RunStatus
+
+_VERSIONS = ("finemoe", "torch", "transformers")
+
+
+class LiveBench:
+    """Prepares a grid, runs it, and keeps its records.
+
+    Raises, while it is made:
+        UsageError, BudgetError, DeviceError: the plan cannot be carried out with this model on this machine.
+        StoreNotFoundError, StoreMismatchError, StoreError: of ``store``.
+        DatasetError: the prompts cannot be read.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: ModelSource,
+        plan: BenchPlan,
+        prompts: PromptSet,
+        store: str | None,
+        capacity: int | None,
+        seed: int | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """``store``: the user's, to read; ``capacity``: of a temporary one; ``options``: the command's, as given."""
+        self._settings = settings
+        self._source = source
+        self._options = options
+        device, dtype = choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config)
+        self._machine = identify_machine(device, dtype)
+        self._versions = {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}}
+        _check_budgets(plan, source, measure_model(source.config, dtype, source.name))
+        if store is None:
+            contents = [prompts.identity, seed, plan.store_prompts, max(plan.new_tokens)]
+            filled = BenchStore.temporary(source, capacity, plan.distance, contents)
+        else:
+            filled = BenchStore.copied(settings, source, store)
+        drawn = draw_prompts(prompts, plan, load_tokenizer(source), source.context_length, filled.prompt_hashes)
+        self._dataset = drawn.dataset
+        identity = {
+            "model": source.name,
+            "fingerprint": source.fingerprint.digest,
+            "device": str(device),
+            "dtype": self._machine.dtype,
+            "machine": self._machine.describe(),
+            "dataset": drawn.dataset,
+            "seed": seed,
+            **{f"{name}_version": number for name, number in self._versions.items()},
+            "options": dict(options),
+        }
+        self._interrupt = Interruptible()
+        self._grid = LiveGrid(settings, source, plan, drawn, filled, identity, self._interrupt)
+        self._ended_by: BaseException | None = None
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Measure; yield each record once the catalog holds it. Whatever ends it, the records so far are kept."""
+        catalog = Catalog.open(self._settings.home_folder, self._settings.catalog_url.value)
+        with closing(catalog), self._interrupt:
+            kept = BenchRuns(catalog)
+            run = kept.begin(
+                self._source.fingerprint,
+                self._source.name,
+                self._machine,
+                self._dataset,
+                self._options,
+                self._versions,
+            )
+            status: RunStatus = "interrupted"
+            try:
+                with closing(self._grid.measure()) as records:
+                    for record in records:
+                        kept.add(run, record)
+                        yield {"run": run, **record.to_dict()}
+                status = "failed" if self._grid.differing else "finished"
+            except KeyboardInterrupt as interrupt:
+                self._ended_by = interrupt
+            except FinemoeError as error:
+                status, self._ended_by = "failed", error
+            except Exception:
+                status = "failed"
+                raise
+            finally:
+                kept.finish(run, status)
+                note(f"kept: finemoe bench show {run[:12]}")
+
+    def check_outcome(self) -> None:
+        """Raise what ended the measurement before its time, or a LosslessError if tokens differed."""
+        if self._ended_by is not None:
+            raise self._ended_by
+        if self._grid.differing:
+            raise LosslessError(
+                f"not lossless: {', '.join(self._grid.differing)} generated other tokens than {self._grid.reference}; "
+                "please report this with the output of 'finemoe env'"
+            )
+
+
+def _check_budgets(plan: BenchPlan, source: ModelSource, size: ModelFootprint) -> None:
+    experts = source.fingerprint.layers * source.fingerprint.experts
+    for cache in plan.caches:
+        if not cache.is_automatic:
+            budget = cache.resolve(size.slots_bytes, None)
+            slots_within(budget, size.expert_bytes, experts, source.fingerprint.top_k)

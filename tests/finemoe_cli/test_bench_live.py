@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import FinemoeError, LosslessError
+from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
+
+QUICK = ("-n", "3", "-r", "1", "--store-prompts", "3", "--test-prompts", "2")
+GRID = ("--policies", "finemoe", "--cache", "25%", "-p", "8,12", "--states", "cold,online", *QUICK, "-r", "2")
+POLICIES = ["resident-eager", "resident", "lru", "finemoe", "finemoe", "oracle", "perfect"]
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A home whose catalog keeps one benchmark of two prompt lengths, and what the benchmark printed."""
+    folder = tmp_path_factory.mktemp("benched")
+    return folder, run_here(folder, "bench", *GRID, "-o", "json")
+
+
+@pytest.fixture
+def records(benched: tuple[Path, Outcome]) -> list[dict[str, Any]]:
+    return json.loads(benched[1].stdout)
+
+
+def test_lists_are_a_cross_product(records: list[dict[str, Any]]) -> None:
+    rows = [(r["prompt_length"], r["policy"], r["store_state"]) for r in records]
+    assert len(rows) == len(set(rows)) == 2 * len(POLICIES)
+    for length in (8, 12):
+        of_length = [row for row in rows if row[0] == length]
+        assert sorted(policy for _, policy, _ in of_length) == sorted(POLICIES)
+        assert [state for _, policy, state in of_length if policy == "finemoe"] == ["cold", "online"]
+        assert {state for _, policy, state in of_length if policy != "finemoe"} == {"-"}
+
+
+def test_records_say_what_was_measured_and_where(records: list[dict[str, Any]]) -> None:
+    for record in records:
+        assert record["tokens_equal"] or record["policy"] == "resident"
+        assert record["reference"] == "resident-eager"
+        assert (record["prompt_tokens"], record["new_tokens"], record["repetitions"]) == (record["prompt_length"], 3, 2)
+        for figure in ("ttft_ms", "tpot_ms", "tokens_per_second"):
+            assert 0 < record[f"{figure}_p50"] <= record[f"{figure}_p90"] <= record[f"{figure}_p99"]
+            assert record[figure] > 0 and record[f"{figure}_deviation"] >= 0
+        assert {"fingerprint", "model", "machine", "device", "dtype", "seed", "time", "options"} <= set(record)
+        assert all(record[f"{name}_version"] for name in ("finemoe", "torch", "transformers", "python"))
+        if record["policy"].startswith("resident"):
+            assert record["hit"] is record["bytes_moved"] is record["prefill_stall_ms"] is None
+            assert record["executor"].startswith("transformers ")
+            continue
+        assert record["hit"] + record["late"] + record["miss"] == pytest.approx(1)
+        assert record["prefill_hit"] + record["prefill_late"] + record["prefill_miss"] == pytest.approx(1)
+        # Two prompts, two decode steps each, 8 layers, top-2.
+        assert record["routed"] == 2 * 2 * 8 * 2
+        assert (record["slots"], record["budget_bytes"]) == (32, 32 * 73728)
+
+
+def test_a_stores_state_is_shown(records: list[dict[str, Any]]) -> None:
+    by_state = {r["store_state"]: r for r in records}
+    assert by_state["cold"]["store_maps"] == 0 < by_state["online"]["store_maps"]
+    assert by_state["cold"]["store_id"] == by_state["online"]["store_id"]
+    assert by_state["online"]["store"] == "temporary"
+    assert by_state["-"]["store_id"] is None
+
+
+def test_bounds_know_the_future(records: list[dict[str, Any]]) -> None:
+    moved = {r["policy"]: r["bytes_moved"] + r["prefill_bytes_moved"] for r in records if r["bytes_moved"] is not None}
+    assert moved["oracle"] < moved["lru"]
+    assert next(r for r in records if r["policy"] == "perfect")["hit"] > 0.9
+
+
+def test_no_store_of_the_user_is_made(benched: tuple[Path, Outcome]) -> None:
+    assert not (benched[0] / "home" / "stores").exists()
+
+
+def test_a_run_is_kept_and_shown_again(benched: tuple[Path, Outcome], records: list[dict[str, Any]]) -> None:
+    folder, outcome = benched
+    (run,) = json.loads(run_here(folder, "bench", "runs", "--json").stdout)
+    assert (run["status"], run["records"], run["model"]) == ("finished", len(records), "demo")
+    assert {record["run"] for record in records} == {run["id"]}
+    assert f"finemoe bench show {run['id'][:12]}" in outcome.stderr
+    assert json.loads(run_here(folder, "bench", "show", "last", "-o", "json").stdout) == records
+    lines = run_here(folder, "bench", "show", run["id"][:8], "-o", "jsonl").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == records
+    table = list(csv.DictReader(io.StringIO(run_here(folder, "bench", "show", "last", "-o", "csv").stdout)))
+    assert [float(row["tpot_ms"]) for row in table] == [record["tpot_ms"] for record in records]
+    assert json.loads(table[0]["options"])["prompt_lengths"] == "8,12"
+    assert run["id"][:12] in run_here(folder, "bench", "runs").stdout
+
+
+def test_the_table_fits_120_columns(benched: tuple[Path, Outcome]) -> None:
+    lines = run_here(benched[0], "bench", "show", "last").stdout.splitlines()
+    assert len(lines) == 2 + 2 * len(POLICIES)
+    assert max(map(len, lines)) <= 120
+    assert {line.split("|")[4].strip() for line in lines[2:]} == {"8+3", "12+3"}
+
+
+def test_one_token_has_no_tpot_and_other_policies_have_their_states(tmp_path: Path) -> None:
+    cells = ("--policies", "lru-layer,moe-infinity,finemoe", "--states", "fresh", "--cache", "20%")
+    outcome = run_here(tmp_path, "bench", *cells, *QUICK, "-n", "1", "-o", "jsonl")
+    records = [json.loads(line) for line in outcome.stdout.splitlines()]
+    states = {record["policy"]: record["store_state"] for record in records}
+    assert states["moe-infinity"] == "warm"
+    assert states["finemoe"] == "fresh"
+    assert all(record["tpot_ms"] is record["hit"] is None and record["ttft_ms"] > 0 for record in records)
+    assert "left out: lru-layer 20%" not in outcome.stderr
+    table = run_here(tmp_path, "bench", "show", "last").stdout
+    assert table.splitlines()[2].split("|")[6].strip() == "-"
+
+
+def test_a_users_store_is_read_and_its_prompts_are_no_tests(warmed: tuple[Path, Outcome], tmp_path: Path) -> None:
+    shutil.copytree(warmed[0] / "home", tmp_path / "home")
+    (place,) = (tmp_path / "home" / "stores").iterdir()
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    arguments = ("--store", str(place), "--states", "warm", "--policies", "finemoe", "--cache", "25%", *QUICK)
+    records = json.loads(run_here(tmp_path, "bench", *arguments, "-o", "json").stdout)
+    warm = next(record for record in records if record["store_state"] == "warm")
+    assert (warm["store"], warm["store_maps"]) == (str(place), warmed[1].json["maps"])
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}."}) + "\n" for n in range(6)))
+    run_here(tmp_path, "warm", "--dataset", str(prompts), "--max-new-tokens", "2", "--store", str(place))
+    with pytest.raises(FinemoeError, match="the store has seen them all"):
+        run_here(tmp_path, "bench", *arguments, "--prompts", str(prompts))
+
+
+def test_other_tokens_are_an_error_said_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    def wrong(self: Engine, *arguments: Any) -> Any:
+        for step in generate(self, *arguments):
+            object.__setattr__(step, "token_ids", tuple((token or 0) + 1 for token in step.token_ids))
+            yield step
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    with pytest.raises(LosslessError, match="not lossless: lru 25%, oracle 25%, perfect 25% generated other tokens"):
+        run_here(tmp_path, "bench", "--policies", "lru", "--cache", "25%", *QUICK)
+    monkeypatch.undo()
+    (run,) = json.loads(run_here(tmp_path, "bench", "runs", "--json").stdout)
+    assert (run["status"], run["records"]) == ("failed", 5)
+    shown = json.loads(run_here(tmp_path, "bench", "show", "last", "-o", "json").stdout)
+    assert [record["tokens_equal"] for record in shown if "resident" not in record["policy"]] == [False] * 3
+
+
+def test_ctrl_c_keeps_the_records_that_are_done(start: Starter, tmp_path: Path) -> None:
+    process = start("bench", "--policies", "lru", *QUICK, "-n", "60", "-o", "json")
+    wait_for(process, "2/8 resident 100%")
+    stdout, stderr = interrupt(process)
+    assert "kept: finemoe bench show" in stderr
+    (run,) = json.loads(run_here(tmp_path, "bench", "runs", "--json").stdout)
+    assert run["status"] == "interrupted"
+    assert 2 <= run["records"] == len(json.loads(stdout)) < 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "lfru"), "no policy 'lfru'"),
+        (("--policies", ","), "--policies is an empty list"),
+        (("--states", "hot"), "no store state 'hot'; there are cold, fresh, warm, online"),
+        (("--cache", "0%"), "is not above 0%"),
+        (("--cache", "25%,1%"), "a token needs 2 in one layer"),
+        (("-n", "0"), "-n '0' is no whole number above 0"),
+        (("-n", "8,x"), "-n 'x' is no whole number above 0"),
+        (("-p", "-5"), "-p '-5' is no whole number above 0"),
+        (("-p", "2000", "-n", "49"), "more than the model's context of 2,048"),
+        (("--store", "none"), "leave --store none out"),
+        (("--store", "elsewhere"), "no expert-map store is there"),
+        (("--capacity", "5", "--store", "elsewhere"), "--capacity is a temporary store's"),
+        (("--prompts", "nothing.jsonl"), "no such file"),
+        (("--device", "tpu"), "no device named 'tpu'"),
+        (("--dtype", "int4"), "unknown precision"),
+        (("--policies", "lru", "replay", "t.parquet"), "--policies belongs to 'finemoe bench' without a command"),
+        (("show", "abc"), "no bench run 'abc'"),
+    ],
+)
+def test_bad_values_are_refused_in_a_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(FinemoeError, match=message):
+        run_here(tmp_path, "bench", *arguments)
+    runs = json.loads(run_here(tmp_path, "bench", "runs", "--json").stdout)
+    assert runs == []
+
+
+def test_prompts_of_one_side_only_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("Only this.\n")
+    with pytest.raises(FinemoeError, match=r"one\.txt has no prompt for the (test|store) side of the 70/30 split"):
+        run_here(tmp_path, "bench", "--prompts", str(file))
