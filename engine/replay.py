@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,7 +88,7 @@ class Replay:
         self._clock = LinkClock(hardware, self._start_next, self._arrive)
         self._fills: deque[int] = deque()
         self._position = -1
-        self._pinned: Sequence[int] = ()
+        self._pinned: Collection[int] = ()
         self._hits = self._late = self._misses = 0
         self._computed = 0.0
 
@@ -163,7 +163,7 @@ class Replay:
                 self._clock.wait_for_arrival()
             else:
                 self._clock.wait_for_piece()
-            residents.admit(absent, keys)
+            self._pinned = residents.admit(absent, keys)
             self._clock.load(len(absent))
 
     def _start_next(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -53,23 +54,29 @@ class Residents:
             recency[key] = None
             self._unused.discard(key)
 
-    def admit(self, keys: Sequence[int], pinned: Collection[int]) -> None:
+    def admit(self, keys: Sequence[int], pinned: Collection[int]) -> Collection[int]:
         """Take experts of one layer that a gate has decided, evicting others; of ``pinned`` only if nothing else is.
+
+        Returns:
+            those the layer still reads: all of ``pinned``, or the last of them where they had to take turns.
 
         Raises:
             RuntimeError: they find no room; replays refuse such capacities beforehand.
         """
         if not keys:
-            return
+            return pinned
         recency = self.partition(keys[0])
         if len(recency) + len(keys) <= self._share:
             for key in keys:
                 self._hold(recency, key)
-            return
+            return pinned
         pinned = set(pinned)
         pending = list(keys)
         while pending:
-            free = [key for key in recency if key not in pinned and key != self.loading]
+            candidates = (key for key in recency if key not in pinned and key != self.loading)
+            # By recency the first ones go, whatever else is free.
+            needed = len(recency) + len(pending) - self._share if self._by_recency else None
+            free = list(islice(candidates, needed))
             room = self._share - len(recency) + len(free)
             if not room:
                 if not pinned:
@@ -86,12 +93,14 @@ class Residents:
                 self._hold(recency, key)
             pinned.update(group)
         self._check(recency)
+        return pinned
 
     def admit_speculatively(self, key: int, value: float, pinned: Collection[int]) -> bool:
         """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
         recency = self.partition(key)
         if len(recency) >= self._share:
-            free = [k for k in recency if k not in pinned and k != self.loading]
+            candidates = (k for k in recency if k not in pinned and k != self.loading)
+            free = list(islice(candidates, 1 if self._by_recency else None))
             if not free:
                 return False
             victim = free[0]

@@ -126,8 +126,10 @@ def measure(task: Task) -> list[dict[str, Any]]:
     return records
 
 
-def plan(folder: Path, limits: Limits, policies: Sequence[str], done: set[tuple[Any, ...]]) -> Iterator[Task]:
-    for scenario in SCENARIOS:
+def plan(
+    folder: Path, limits: Limits, scenarios: Sequence[Scenario], policies: Sequence[str], done: set[tuple[Any, ...]]
+) -> Iterator[Task]:
+    for scenario in scenarios:
         for machine in MACHINES:
             cells = tuple(
                 (executor, cache, policy)
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, a record a cell and policy")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--policies", default=",".join(p.name for p in POLICIES))
+    parser.add_argument("--only", default="", help="test traces; without, all")
     parser.add_argument("--redo", default="", help="policies to measure again")
     parser.add_argument("--requests", type=int, default=24, help="test requests")
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a request")
@@ -166,7 +169,8 @@ def main() -> None:
     limits = Limits(arguments.requests, arguments.steps, arguments.capacity, arguments.warm_up)
     again = arguments.redo.split(",")
     done = {cell for cell in read_records(arguments.output) if cell[-1] not in again}
-    tasks = list(plan(arguments.folder, limits, arguments.policies.split(","), done))
+    scenarios = [s for s in SCENARIOS if not arguments.only or s.test in arguments.only.split(",")]
+    tasks = list(plan(arguments.folder, limits, scenarios, arguments.policies.split(","), done))
     with arguments.output.open("a") as output, ProcessPoolExecutor(arguments.jobs) as pool:
         for records in pool.map(measure, tasks):
             output.writelines(json.dumps(record) + "\n" for record in records)

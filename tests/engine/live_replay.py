@@ -42,7 +42,7 @@ class Scene:
     Attributes:
         history: fills the store and the request-level counts.
         future: the routing of the answers, for the policies that know it.
-        clock: the time model of both sides.
+        expert_bytes: size of an expert.
     """
 
     source: ModelSource
@@ -50,20 +50,22 @@ class Scene:
     future: RoutingTrace
     prompts: Sequence[str]
     tokens: int
-    clock: Hardware
+    expert_bytes: int
+
+    def clock(self, layer_seconds: float) -> Hardware:
+        """The time model of both sides: an expert takes 1 s over the link."""
+        size = self.expert_bytes
+        return Hardware(size, float(size), 0.0, layer_seconds, chunk_bytes=size // 4, token_seconds=layer_seconds / 10)
 
 
-def set_scene(
-    source: ModelSource, earlier: Sequence[str], prompts: Sequence[str], tokens: int, layer_seconds: float, folder: Path
-) -> Scene:
-    """Answer everything once to know its routing; an expert is to take 1 s over the link, a layer ``layer_seconds``."""
+def set_scene(source: ModelSource, earlier: Sequence[str], prompts: Sequence[str], tokens: int, folder: Path) -> Scene:
+    """Answer everything once to know its routing."""
     history, size = _record(source, earlier, tokens, folder / "history.parquet")
     future, _ = _record(source, prompts, tokens, folder / "future.parquet")
-    clock = Hardware(size, float(size), 0.0, layer_seconds, chunk_bytes=size // 4, token_seconds=layer_seconds / 10)
-    return Scene(source, history, future, prompts, tokens, clock)
+    return Scene(source, history, future, prompts, tokens, size)
 
 
-def run_live(scene: Scene, policy: str, cache: str, path: Path) -> tuple[Counts, int]:
+def run_live(scene: Scene, policy: str, cache: str, layer_seconds: float, path: Path) -> tuple[Counts, int]:
     """Answer the prompts under the policy; counts and slots. The trace goes to ``path``."""
     with (
         TraceWriter(path, _manifest(scene.source)) as trace,
@@ -76,7 +78,7 @@ def run_live(scene: Scene, policy: str, cache: str, path: Path) -> tuple[Counts,
             distance=DISTANCE,
             history=scene.history,
             future=scene.future,
-            clock=scene.clock,
+            clock=scene.clock(layer_seconds),
             trace=trace,
         ) as engine,
     ):
@@ -87,13 +89,14 @@ def run_live(scene: Scene, policy: str, cache: str, path: Path) -> tuple[Counts,
     return Counts(traffic.hits, traffic.late, traffic.misses, moved, traffic.bytes_wasted, stall), slots
 
 
-def run_replay(scene: Scene, policy: str, slots: int, path: Path) -> Counts:
+def run_replay(scene: Scene, policy: str, slots: int, layer_seconds: float, path: Path) -> Counts:
     """Replay the trace of ``run_live`` under the same policy."""
     trace = read_trace(path)
     shape, library = trace.manifest, _fill_library(scene.history)
     inputs = PolicyInputs(shape.layers, shape.experts, shape.top_k, DISTANCE, library, scene.history, future=trace)
     built = build_policy(policy, inputs, lambda: _gates(trace))
-    outcome = Replay(trace, Streamed(built, shape.experts, library), scene.clock, slots, in_place=False).run(warm_up=0)
+    streamed, clock = Streamed(built, shape.experts, library), scene.clock(layer_seconds)
+    outcome = Replay(trace, streamed, clock, slots, in_place=False).run(warm_up=0)
     assert outcome.prefill is not None
     phases = [outcome, outcome.prefill]
     return Counts(

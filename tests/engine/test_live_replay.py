@@ -11,26 +11,31 @@ from engine.source import resolve_model
 from tests.engine.live_replay import Scene, run_live, run_replay, set_scene
 
 EARLIER = ["Rivers carry water to the sea.", "def add(a, b):", "The king said to his daughter"]
-PROMPTS = ["One river runs through the town.", "for i in range(10):"]
+# The second one routes to more experts of a layer than fit into the smaller cache.
+PROMPTS = ["One river runs.", "for i in range(10): print(i), said the king, and the water went on to the sea at night"]
 
 
-@pytest.fixture(scope="module", params=[0.1, 0.8], ids=["slow link", "quick link"])
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    folder = tmp_path_factory.mktemp("scene")
-    return set_scene(resolve_model("demo"), EARLIER, PROMPTS, 8, request.param, folder)
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return set_scene(resolve_model("demo"), EARLIER, PROMPTS, 8, tmp_path_factory.mktemp("scene"))
 
 
-@pytest.mark.parametrize("cache", ["15%", "40%"])
+@pytest.mark.parametrize(("cache", "layer_seconds"), [("11%", 0.8), ("40%", 0.1)])
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES if policy.name != "adaptive"])
-def test_replay_equals_live(scene: Scene, policy: str, cache: str, tmp_path: Path) -> None:
+def test_replay_equals_live(scene: Scene, policy: str, cache: str, layer_seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
-    live, slots = run_live(scene, policy, cache, path)
-    assert live == run_replay(scene, policy, slots, path)
-    assert live.hits and live.misses
+    if policy == "lru-layer" and cache == "11%":
+        # A share of one expert a layer is no room for a token's two.
+        cache = "13%"
+    live, slots = run_live(scene, policy, cache, layer_seconds, path)
+    assert live == run_replay(scene, policy, slots, layer_seconds, path)
+    assert live.misses
 
 
-def test_the_scene_has_late_experts_and_waste(scene: Scene, tmp_path: Path) -> None:
+def test_the_scene_has_every_outcome(scene: Scene, tmp_path: Path) -> None:
     """Without them the comparison would prove little."""
-    counts, _ = run_live(scene, "finemoe", "40%", tmp_path / "t.parquet")
+    assert max(len(scene.future.requests[1].routed(0, layer)) for layer in range(8)) > 14
+    counts, _ = run_live(scene, "finemoe", "40%", 0.8, tmp_path / "t.parquet")
+    assert counts.hits
     assert counts.late
     assert counts.wasted_bytes
