@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 from engine.budget import ExpertBudget
@@ -79,6 +80,8 @@ class Engine:
         inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future)
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
+        self.host = host
+        self.layers = loaded.layers
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.expert_bytes = slot_bytes(host.expert_bytes)
@@ -199,6 +202,15 @@ class Engine:
             if self._matcher is not None:
                 self._matcher.check()
             yield step
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """A block in which nothing is recorded, searched or prefetched, so that measurements see the model alone."""
+        self._observer.detach()
+        try:
+            yield
+        finally:
+            self._observer.attach()
 
     def drain(self) -> None:
         """Wait until every iteration so far has reached the library."""

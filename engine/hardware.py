@@ -73,7 +73,7 @@ MACHINES = {
     "rtx3090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=936e9, flops=71e12),
     "rtx4090": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=24 << 30, memory_bandwidth=1008e9, flops=165e12),
     "a100": Machine(bandwidth=25e9, latency=10e-6, memory_bytes=80 << 30, memory_bandwidth=2039e9, flops=312e12),
-    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bytes=int(141e9), memory_bandwidth=4800e9, flops=990e12),
+    "h200": Machine(bandwidth=55e9, latency=10e-6, memory_bytes=140 << 30, memory_bandwidth=4800e9, flops=990e12),
 }
 
 MODEL_SIZES = {
