@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from finemoe_cli import bench, chat, env, store, warm
+from finemoe_cli import bench, chat, env, profile, store, warm
 from finemoe_cli.console import write
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -55,6 +55,7 @@ def finemoe(
 
 
 app.command("env")(env.env)
+app.command("profile")(profile.profile)
 app.command("warm")(warm.warm)
 app.command("chat")(chat.chat)
 app.add_typer(store.app, name="store")

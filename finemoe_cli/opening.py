@@ -13,6 +13,7 @@ import typer
 from engine.budget import ExpertBudget, format_bytes
 from finemoe_cli.console import note, progress
 from finemoe_cli.interrupts import ending_at_once
+from finemoe_cli.profiles import find_profile
 from finemoe_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def open_source(settings: Settings) -> ModelSource:
 
 def find_model(name: str) -> ModelSource:
     """Find a model by name; see ``engine.source.resolve_model``."""
-    _quiet_libraries()
+    quiet_libraries()
     with ending_at_once():
         # Once the engine itself is needed, there is something to save.
         import_module("engine.engine")
@@ -81,7 +82,7 @@ def open_prompt_set(
     dataset: str, limit: int | None, seed: int | None, on_skip: Callable[[DatasetError], None] | None
 ) -> PromptSet:
     """Open a prompt set; with ``on_skip`` unreadable rows are passed over and handed to it."""
-    _quiet_libraries()
+    quiet_libraries()
     with ending_at_once():
         from engine.prompts import open_prompts
 
@@ -106,10 +107,19 @@ def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
 def open_engine(
     settings: Settings, source: ModelSource, library: ExpertMapStore | None, trace: TraceWriter | None = None
 ) -> Engine:
-    """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing."""
+    """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
+
+    With a store, the profile of the model on this machine decides on policy and prefetch distance, if there is one.
+    """
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
 
+    policy, distance = None, DEFAULT_DISTANCE
+    if library is not None:
+        distance = library.description.distance
+        if (profile := find_profile(settings, source)) is not None:
+            policy, distance = profile.policy, profile.distance
+            note(f"profile of this machine: policy {policy}, prefetch distance {distance}")
     with progress() as display:
         loading = display.add_task(f"loading {source.name}", total=None)
         return Engine.open(
@@ -118,7 +128,8 @@ def open_engine(
             device=settings.device.text,
             dtype=settings.dtype.text,
             library=library,
-            distance=DEFAULT_DISTANCE if library is None else library.description.distance,
+            policy=policy,
+            distance=distance,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
         )
@@ -133,7 +144,7 @@ def describe_budget(engine: Engine, written: str) -> str:
     )
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep the libraries' own notes, and bars where nobody watches, out of stderr; the user's wish wins."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
