@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import format_bytes
 from finemoe_cli.console import note, write, write_json, write_table
+from finemoe_cli.interrupts import ending_at_once
 from finemoe_cli.opening import quiet_libraries
 from finemoe_cli.profile_report import fit_object, size_object
 from finemoe_cli.settings import Settings
@@ -51,10 +52,11 @@ def answer_fit(settings: Settings, question: MemoryQuestion, as_json: bool) -> N
         UsageError: an unknown precision.
     """
     quiet_libraries()
-    from engine.architecture import open_config
-    from engine.devices import choose_dtype
-    from engine.footprint import measure_model
-    from engine.hub import find_config
+    with ending_at_once():
+        from engine.architecture import open_config
+        from engine.devices import choose_dtype
+        from engine.footprint import measure_model
+        from engine.hub import find_config
 
     name = settings.model.text
     if settings.model.is_default:

@@ -136,6 +136,9 @@ def _profile(
     seconds: float,
     context: int,
 ) -> Findings:
+    prompts = open_prompt_set(dataset, limit, seed, None)
+    source = open_source(settings)
+    _check_length(source, max_new_tokens)
     from engine.footprint import check_fit, measure_model
     from engine.machine import device_memory_bytes, host_memory_bytes
     from engine.planning import Planner, find_enough
@@ -143,9 +146,6 @@ def _profile(
     from finemoe_cli.profile_report import Findings
     from finemoe_cli.profiling import RecordingBounds, run_model
 
-    prompts = open_prompt_set(dataset, limit, seed, None)
-    source = open_source(settings)
-    _check_length(source, max_new_tokens)
     began = time.perf_counter()
     run = run_model(settings, source, prompts, RecordingBounds(max_new_tokens, seconds))
     footprint = measure_model(source.config, run.dtype, source.name)
