@@ -47,13 +47,36 @@ class Guidance:
 
 
 class MapArchive:
-    """Stored expert maps [n, L, J]: those of the decode steps of a trace, at most ``capacity``, evenly taken.
+    """Stored expert maps float32 [n, L, J]; what was used in their iterations and in those that followed, the same shape.
 
-    Beside each map it keeps what was used in its iteration and in the one that followed, and whose it is.
-    The study found maps kept by redundancy no better than an even choice (FINDINGS, finding 3).
+    Also whose they are, [n], and their embeddings [n, h], if known. The study found maps kept by redundancy no better
+    than an even choice (FINDINGS, finding 3).
+
+    Attributes:
+        by_layer: [L, J, n], the maps as searches read them.
+        inverse_norms: [L, n], of the maps up to each layer.
+        embeddings: of length 1.
     """
 
-    def __init__(self, trace: RoutingTrace, capacity: int) -> None:
+    def __init__(
+        self,
+        maps: np.ndarray,
+        uses: np.ndarray,
+        following: np.ndarray,
+        owners: np.ndarray,
+        embeddings: np.ndarray | None,
+    ) -> None:
+        self.maps = maps
+        self.uses = uses
+        self.following = following
+        self.owners = owners
+        self.embeddings = None if embeddings is None else _normalized(embeddings)
+        self.by_layer = np.ascontiguousarray(maps.transpose(1, 2, 0))
+        self.inverse_norms = 1.0 / (np.sqrt(np.square(self.by_layer).sum(axis=1).cumsum(axis=0)) + _TINY)
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, capacity: int) -> MapArchive:
+        """The decode steps of a trace, at most ``capacity``, evenly taken."""
         decode = trace.decode_only()
         experts = trace.manifest.experts
         total = decode.iterations
@@ -74,13 +97,13 @@ class MapArchive:
             owners.append(np.full(len(mine), request.request))
             if part.embeddings is not None:
                 embeddings.append(part.embeddings)
-        self.maps = np.concatenate(maps)
-        self.uses = np.concatenate(uses)
-        self.following = np.concatenate(following)
-        self.owners = np.concatenate(owners)
-        self.embeddings = _normalized(np.concatenate(embeddings)) if embeddings else None
-        self._by_layer = np.ascontiguousarray(self.maps.transpose(1, 2, 0))
-        self._inverse_norms = 1.0 / (np.sqrt(np.square(self._by_layer).sum(axis=1).cumsum(axis=0)) + _TINY)
+        return cls(
+            np.concatenate(maps),
+            np.concatenate(uses),
+            np.concatenate(following),
+            np.concatenate(owners),
+            np.concatenate(embeddings) if embeddings else None,
+        )
 
     def __len__(self) -> int:
         return len(self.maps)
@@ -91,14 +114,10 @@ class MapArchive:
         products = np.zeros((len(maps), len(self)), dtype=np.float32)
         scratch = np.empty_like(products)
         for layer in range(maps.shape[1]):
-            products += np.matmul(maps[:, layer], self._by_layer[layer], out=scratch)
-            np.multiply(products, self._inverse_norms[layer], out=scratch)
+            products += np.matmul(maps[:, layer], self.by_layer[layer], out=scratch)
+            np.multiply(products, self.inverse_norms[layer], out=scratch)
             scratch *= inverse[:, layer, None]
             yield scratch
-
-    def cosines(self, maps: np.ndarray) -> np.ndarray:
-        """Cosines [T, n] of whole maps [T, L, J] with the stored ones."""
-        return _normalized(maps.reshape(len(maps), -1)) @ _normalized(self.maps.reshape(len(self), -1)).T
 
     def search(self, request: TracedRequest, semantic: bool) -> Guidance:
         """The most similar map at the start (by embedding, if both sides have one) and after every gate."""
@@ -122,17 +141,32 @@ class MapArchive:
 
 
 class ActivationCounts:
-    """Request-level counts of uses (the expert activation matrices of MoE-Infinity), one matrix a stored request."""
+    """Request-level counts of uses (the expert activation matrices of MoE-Infinity), one matrix a stored request.
 
-    def __init__(self, trace: RoutingTrace) -> None:
-        experts = trace.manifest.experts
-        matrices = np.stack([request.uses(experts).sum(axis=0) for request in trace.requests])
+    Args:
+        matrices: float32 [n, L, J].
+        owners: int [n], the requests' numbers.
+    """
+
+    def __init__(self, matrices: np.ndarray, owners: np.ndarray) -> None:
+        self.matrices = matrices
+        self.owners = owners
         self.rows = matrices / matrices.sum(axis=2, keepdims=True)
         self._flat = _normalized(matrices.reshape(len(matrices), -1))
 
-    def nearest(self, counts: np.ndarray) -> np.ndarray:
-        """Index [S] of the stored request nearest to each of these counts [S, L, J]."""
-        return (_normalized(counts.reshape(len(counts), -1)) @ self._flat.T).argmax(axis=1)
+    @classmethod
+    def of(cls, trace: RoutingTrace) -> ActivationCounts:
+        """Those of a trace's requests."""
+        experts = trace.manifest.experts
+        owners = np.array([request.request for request in trace.requests])
+        return cls(np.stack([request.uses(experts).sum(axis=0) for request in trace.requests]), owners)
+
+    def nearest(self, counts: np.ndarray, excluded: int | None = None) -> np.ndarray:
+        """Index [S] of the stored request nearest to each of these counts [S, L, J], but for one request's."""
+        cosines = _normalized(counts.reshape(len(counts), -1)) @ self._flat.T
+        if excluded is not None:
+            cosines[:, self.owners == excluded] = -1.0
+        return cosines.argmax(axis=1)
 
     def search(self, request: TracedRequest) -> Guidance:
         """The request nearest to what this one has used before each iteration; nothing guides its first one."""

@@ -1,0 +1,44 @@
+"""A mix: estimates of several predictors, weighed into one calibrated probability; of a single one, its calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.logistic import fit_logistic, sigmoid
+from engine.predictors.features import Features
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mix:
+    """A logistic function of named features.
+
+    Attributes:
+        names: of the features, F of them.
+        weights: float32 [F + 1], the last one the bias.
+    """
+
+    names: tuple[str, ...]
+    weights: np.ndarray
+
+    def __call__(self, features: Features) -> np.ndarray:
+        """Probabilities in the shape of the features."""
+        total = self.weights[0] * features[self.names[0]]
+        for name, weight in zip(self.names[1:], self.weights[1:-1], strict=True):
+            total += weight * features[name]
+        total += self.weights[-1]
+        return sigmoid(total).astype(np.float32, copy=False)
+
+
+def fit_mix(names: Sequence[str], rows: Features, happened: np.ndarray) -> Mix:
+    """The mix of maximum likelihood.
+
+    Args:
+        names: features to weigh.
+        rows: features [N] each.
+        happened: [N] in 0..1; a fraction stands for a share of cases.
+    """
+    columns = np.column_stack([rows[name] for name in names])
+    return Mix(tuple(names), fit_logistic(columns, happened).astype(np.float32))
