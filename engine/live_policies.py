@@ -89,7 +89,7 @@ def _mapped(
 def _counted(name: str, inputs: PolicyInputs, rule: EvictionRule, distance: int) -> Policy:
     if inputs.history is None:
         raise PolicyError(f"policy {name!r} counts the uses of earlier requests, but none are given")
-    return CountGuided(rule, ActivationCounts(inputs.history), inputs.layers, inputs.experts, inputs.top_k, distance)
+    return CountGuided(rule, ActivationCounts.of(inputs.history), inputs.layers, inputs.experts, inputs.top_k, distance)
 
 
 def _future(name: str, inputs: PolicyInputs) -> RoutingTrace:

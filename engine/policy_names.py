@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from engine.adaptive import Adaptive
+from engine.adaptive import PreparedAdaptive
 from engine.bounds import NextUse, PreparedPerfect
 from engine.errors import PolicyError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
@@ -79,11 +79,11 @@ class PolicyFactory:
 
     @cached_property
     def _archive(self) -> MapArchive:
-        return MapArchive(self._store, self._capacity)
+        return MapArchive.of(self._store, self._capacity)
 
     @cached_property
     def _counts(self) -> ActivationCounts:
-        return ActivationCounts(self._store)
+        return ActivationCounts.of(self._store)
 
     def build(self, name: str) -> PreparedPolicy:
         """A policy in its first state.

@@ -15,6 +15,7 @@ from engine.predictors.habits import RECENCIES
 from engine.predictors.knowledge import Knowledge, Scan
 from engine.predictors.mix import Mix, fit_mix
 from engine.predictors.request_state import RequestState
+from engine.predictors.similar import FOLDS, NEIGHBOURS
 from engine.traces import RoutingTrace, TracedRequest
 
 DEPTH = 6
@@ -65,7 +66,7 @@ def gather_knowledge(store: RoutingTrace, depth: int = DEPTH, maps: int = MAPS) 
         top_k=store.manifest.top_k,
         depth=min(depth, max(store.manifest.layers - 1, 1)),
         popularity=uses.mean(axis=0),
-        archive=MapArchive.of(store, maps),
+        archive=MapArchive.of(store, _round(min(maps, store.iterations))),
         counts=ActivationCounts.of(store),
         gates=getattr(store.manifest, "gates", None),
         maps=None,
@@ -73,6 +74,11 @@ def gather_knowledge(store: RoutingTrace, depth: int = DEPTH, maps: int = MAPS) 
         sharpness=_SHARPNESS,
         prior=_PRIOR,
     )
+
+
+def _round(maps: int) -> int:
+    """A number of stored iterations that is searched fast."""
+    return maps - maps % FOLDS if maps > FOLDS * NEIGHBOURS else maps
 
 
 def fit_predictors(store: RoutingTrace, depth: int = DEPTH, maps: int = MAPS) -> FittedPredictors:

@@ -15,9 +15,10 @@ from engine.predictors.request_state import WINDOW, RequestState
 NEIGHBOURS = 32
 """Stored iterations that have a say; the study found no more than 32 useful (FINDINGS, table B)."""
 
+FOLDS = 16
+"""Archives of a multiple of it are searched fastest, see ``nearest``."""
+
 _FLOOR = 0.01
-# Groups of the nearest are found among, a divisor of usual numbers of stored iterations.
-_FOLDS = 16
 # Keeps the sum of weights positive where all neighbours are equally near.
 _LEAST = 1e-4
 
@@ -149,12 +150,12 @@ class Similar:
 def nearest(cosines: np.ndarray, count: int) -> np.ndarray:
     """Columns [B, count] of the largest cosines [B, n] of each row, in no order."""
     rows, columns = cosines.shape
-    width, spare = divmod(columns, _FOLDS)
+    width, spare = divmod(columns, FOLDS)
     if spare or width <= count:
         return cosines.argpartition(-count, axis=1)[:, -count:]
     # The largest lie in the groups of the largest maxima, and maxima are quickly found.
-    folded = cosines.reshape(rows, _FOLDS, width)
+    folded = cosines.reshape(rows, FOLDS, width)
     groups = folded.max(axis=1).argpartition(-count, axis=1)[:, -count:]
-    candidates = (groups[:, None] + width * np.arange(_FOLDS)[:, None]).reshape(rows, -1)
+    candidates = (groups[:, None] + width * np.arange(FOLDS)[:, None]).reshape(rows, -1)
     values = np.take_along_axis(cosines, candidates, axis=1)
     return np.take_along_axis(candidates, values.argpartition(-count, axis=1)[:, -count:], axis=1)
