@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.eviction import EvictionRule
+from engine.expected_use import ExpectedUse, raise_values
 from engine.hardware import Hardware
-from engine.policies import NOTHING, Offers
-from engine.predictors.fitted import Forecast
+from engine.observations import ObservedGate, ObservedIteration
+from engine.policies import NOT_SEARCHED, NOTHING, Offers
+from engine.predictors.fitted import FittedPredictors, Forecast
+from engine.predictors.live import LiveForecast
 from engine.selection import select_deliverable
 from engine.traces import TracedRequest
 from engine.transfer_queue import Prefetch
@@ -18,10 +21,10 @@ from engine.transfer_queue import Prefetch
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings:
-    """What is chosen by replaying the store's side, see ``choose_settings``.
+    """What ``choose_settings`` finds by replaying the store's side.
 
     Attributes:
-        discount: gamma, what an expert loses of its worth with each token until its use.
+        discount: what an expert loses of its worth with each token until its use; one of ``DISCOUNTS``.
         threshold: probability from which an expert is fetched ahead; above 1 none is.
         depth: layers fetched ahead at most.
     """
@@ -31,53 +34,100 @@ class AdaptiveSettings:
     depth: int
 
 
-def raise_values(values: np.ndarray, upcoming: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Values once the next visit's probability turns out to be ``known``, if that is more than ``upcoming``.
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptivePlan:
+    """What a live engine takes ``adaptive`` from.
 
-    A value is p + (1 - p) * rest; p rises, the rest stays. Lower probabilities change nothing: what an expert is worth
-    after this token is known worse than that, and lowering lost time in the study (FINDINGS, finding 8).
+    Attributes:
+        settings: None for plain LRU, where nothing was found to beat it.
+        hardware: what copies and layers take, if that is known.
     """
-    rest = (1.0 - values) / np.maximum(1.0 - upcoming, 1e-6)
-    return np.where(known > upcoming, 1.0 - (1.0 - known) * np.minimum(rest, 1.0), values)
+
+    predictors: FittedPredictors
+    settings: AdaptiveSettings | None
+    hardware: Hardware | None
 
 
-class ExpectedUse:
-    """Evict the expert of the lowest worth, discounted by the layers until its next visit."""
+class Adaptive:
+    """Expected use decides evictions; what is known of the current token raises it, never lowers it, and is fetched.
 
-    def __init__(self, layers: int, experts: int, discount: float) -> None:
-        now, layer = np.arange(-1, layers)[:, None], np.arange(layers)
-        distance = np.where(layer > now, layer - now, layers + layer - now)
-        self._discounts = np.repeat(discount ** (distance / layers), experts, axis=1).astype(np.float32)
-        self._discount = self._discounts[0]
-        self.worth = np.zeros((layers, experts), dtype=np.float32)
-        self._flat = self.worth.reshape(-1)
-        self.absent = [True] * (layers * experts)
+    Several sequences of a batch count as one that uses whatever any of them does. What cannot arrive in time is not
+    sent, where ``hardware`` tells.
+    """
 
-    def move(self, layer: int) -> None:
-        """The gate of ``layer`` has decided; -1 for the beginning of an iteration."""
-        self._discount = self._discounts[layer + 1]
+    per_layer = False
+    library_scores = NOT_SEARCHED
 
-    def record_use(self, keys: Sequence[int]) -> None:
-        """The policy, which sees the gates, sets what experts are worth."""
+    def __init__(self, predictors: FittedPredictors, settings: AdaptiveSettings, hardware: Hardware | None) -> None:
+        layers, experts = predictors.knowledge.popularity.shape
+        self._rule = ExpectedUse(layers, experts, settings.discount)
+        self.rule: EvictionRule = self._rule
+        self.needs_gate_inputs = predictors.reads_gate_inputs
+        self._predictors = predictors
+        self._settings = settings
+        self._hardware = hardware
+        self._sequences: dict[int, LiveForecast] = {}
+        self._known: list[np.ndarray] = []
+        self._begun = 0
 
-    def record_guidance(self, probabilities: np.ndarray) -> None:
-        """The policy sets what experts are worth."""
+    def begin(self, iteration: ObservedIteration) -> Offers:
+        earlier, discount = self._sequences, self._settings.discount
+        self._sequences = {
+            n: earlier[n] if n in earlier else LiveForecast(self._predictors, discount) for n in iteration.sequences
+        }
+        layers = len(self._rule.worth)
+        self._begun = iteration.number * layers
+        self._rule.move(-1)
+        if not self._sequences:
+            return NOTHING
+        self._known = [
+            forecast.begin(iteration.phase, None if iteration.embeddings is None else iteration.embeddings[row])
+            for row, forecast in enumerate(self._sequences.values())
+        ]
+        self._rule.worth[:] = _any_of(
+            [
+                raise_values(forecast.values, forecast.upcoming, known)
+                for forecast, known in zip(self._sequences.values(), self._known, strict=True)
+            ]
+        )
+        return self._fetch(_any_of([known[: self._settings.depth] for known in self._known]), first=0)
 
-    def record_load(self, key: int) -> None:
-        self.absent[key] = False
+    def observe(self, gate: ObservedGate) -> Offers:
+        layer, rule = gate.layer, self._rule
+        rule.move(layer)
+        lefts, aheads, raised = [], [], []
+        for row, forecast in enumerate(self._sequences.values()):
+            values, upcoming = forecast.values, forecast.upcoming
+            inputs = None if gate.inputs is None else gate.inputs[row]
+            left, ahead = forecast.observe(layer, gate.probabilities[row], gate.uses[row], inputs)
+            targets = slice(layer + 1, layer + 1 + len(ahead))
+            known = np.maximum(self._known[row][targets], ahead)
+            lefts.append(left)
+            aheads.append(ahead)
+            raised.append(raise_values(values[targets], upcoming[targets], known))
+        if not lefts:
+            return NOTHING
+        rule.worth[layer] = _any_of(lefts)
+        rule.worth[layer + 1 : layer + 1 + len(aheads[0])] = _any_of(raised)
+        return self._fetch(_any_of([ahead[: self._settings.depth] for ahead in aheads]), first=layer + 1)
 
-    def record_eviction(self, key: int) -> None:
-        self.absent[key] = True
-
-    def values(self, keys: np.ndarray) -> np.ndarray:
-        return self._discount[keys] * self._flat[keys]
-
-    def speculative_value(self, key: int, probability: float) -> float:
-        return float(self._discount[key] * self._flat[key])
+    def _fetch(self, likely: np.ndarray, first: int) -> Offers:
+        """Absent experts of layers ``first`` and on, likely enough [D, J], as many as the link can deliver."""
+        experts = likely.shape[1]
+        absent = self._rule.absent
+        ahead, found = np.nonzero(likely >= self._settings.threshold)
+        wanted = []
+        for i, expert, p in zip(ahead.tolist(), found.tolist(), likely[ahead, found].tolist(), strict=True):
+            key = (first + i) * experts + expert
+            if absent[key]:
+                wanted.append(Prefetch(key, self._begun + first + i, p))
+        if self._hardware is None or not wanted:
+            return wanted
+        return select_deliverable(wanted, self._begun + first - 1, self._hardware)
 
 
 class PreparedAdaptive:
-    """Expected use decides evictions; what is known of the current token raises it, never lowers it, and is fetched."""
+    """The same for replays: all estimates of a request at once."""
 
     per_layer = False
 
@@ -100,10 +150,11 @@ class PreparedAdaptive:
         self._before = self._left = self._raised = nothing
         self._start: list[list[Prefetch]] = []
         self._ahead: list[list[Prefetch]] = []
+        self._position = 0
 
     def begin_request(self, request: TracedRequest, position: int) -> None:
         forecast = self._forecast(request, self._settings.discount)
-        layers, depth = self._layers, forecast.current.shape[2]
+        layers, depth = self._layers, int(forecast.current.shape[2])
         upcoming, values = forecast.upcoming[:-1], forecast.values[:-1]
         self._before = raise_values(values, upcoming, forecast.start)
         self._left = forecast.left
@@ -120,7 +171,7 @@ class PreparedAdaptive:
     def begin_iteration(self, iteration: int) -> Offers:
         self._rule.move(-1)
         self._rule.worth[:] = self._before[iteration]
-        return self._select(self._start[iteration], self._position + iteration * self._layers - 1)
+        return self._fetch(self._start[iteration], self._position + iteration * self._layers - 1)
 
     def observe(self, iteration: int, layer: int) -> Offers:
         rule, layers = self._rule, self._layers
@@ -129,7 +180,7 @@ class PreparedAdaptive:
         ahead = min(self._raised.shape[2], layers - 1 - layer)
         rule.worth[layer + 1 : layer + 1 + ahead] = self._raised[iteration, layer, :ahead]
         moment = iteration * layers + layer
-        return self._select(self._ahead[moment], self._position + moment)
+        return self._fetch(self._ahead[moment], self._position + moment)
 
     def _likely(self, known: np.ndarray, position: int, first_layer: int) -> list[list[Prefetch]]:
         """Prefetches for each moment of ``known`` [T, M, D, J], whose layer i is ``moment + first_layer + i``."""
@@ -143,7 +194,14 @@ class PreparedAdaptive:
             offers[t * moments + moment].append(Prefetch(layer * experts + expert, due, p))
         return offers
 
-    def _select(self, likely: list[Prefetch], now: int) -> Offers:
+    def _fetch(self, likely: list[Prefetch], now: int) -> Offers:
         absent = self._rule.absent
         wanted = [prefetch for prefetch in likely if absent[prefetch.key]]
         return select_deliverable(wanted, now, self._hardware) if wanted else NOTHING
+
+
+def _any_of(probabilities: list[np.ndarray]) -> np.ndarray:
+    """The probability that any of independent sequences uses an expert."""
+    if len(probabilities) == 1:
+        return probabilities[0]
+    return 1.0 - np.prod([1.0 - p for p in probabilities], axis=0)

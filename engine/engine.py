@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
+from engine.adaptive import AdaptivePlan
 from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
 from engine.chat_template import encode_chat
@@ -54,6 +55,7 @@ class Engine:
         distance: int,
         history: RoutingTrace | None,
         future: RoutingTrace | None,
+        adaptive: AdaptivePlan | None,
         clock: Hardware | None,
         progress: Callable[[int, int], None] | None,
         trace: TraceWriter | None,
@@ -77,7 +79,7 @@ class Engine:
 
         loaded = loaded or load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
-        inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future)
+        inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future, adaptive)
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
         self.host = host
@@ -137,6 +139,7 @@ class Engine:
         distance: int = DEFAULT_DISTANCE,
         history: RoutingTrace | None = None,
         future: RoutingTrace | None = None,
+        adaptive: AdaptivePlan | None = None,
         clock: Hardware | None = None,
         progress: Callable[[int, int], None] | None = None,
         trace: TraceWriter | None = None,
@@ -151,6 +154,7 @@ class Engine:
             distance: d, layers between a prefetch decision and its use.
             history: routing of earlier requests, for policies that count it.
             future: routing of the requests to come, one after the other, for the policies that know it.
+            adaptive: predictors and settings of ``adaptive``; None to fit them on ``history``.
             clock: time model of a virtual clock: copies then take its time instead of their own, and what is hit, late
                 or missed depends on nothing but the routing. None for the machine's own time.
             progress: told (bytes loaded, bytes in all).
@@ -171,6 +175,7 @@ class Engine:
             distance=distance,
             history=history,
             future=future,
+            adaptive=adaptive,
             clock=clock,
             progress=progress,
             trace=trace,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.adaptive import Adaptive, AdaptivePlan
+from engine.adaptive_choice import AdaptiveFit
 from engine.bounds import NextUse, Perfect
 from engine.errors import PolicyError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
@@ -14,6 +16,7 @@ from engine.policies import OnDemand, Policy
 from engine.policy_names import check_policies
 from engine.records import ExpertMapLibrary
 from engine.router_gates import RouterGates
+from engine.speculative import Speculative
 from engine.traces import RoutingTrace
 
 DEFAULT_DISTANCE = 3
@@ -35,6 +38,7 @@ class PolicyInputs:
         library: expert maps to search; None where there are none.
         history: routing of earlier requests, for policies that count it; None where there is none.
         future: routing that is to come, for the bounds; None where it is unknown, as in life.
+        adaptive: predictors and settings of ``adaptive``; None to fit them on ``history``.
     """
 
     layers: int
@@ -44,6 +48,7 @@ class PolicyInputs:
     library: ExpertMapLibrary | None = None
     history: RoutingTrace | None = None
     future: RoutingTrace | None = None
+    adaptive: AdaptivePlan | None = None
 
 
 def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], RouterGates]) -> Policy:
@@ -69,11 +74,12 @@ def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], Route
         "map-t+s+delta": lambda: _mapped(name, inputs, LeastRecentlyUsed(keys)),
         "finemoe": lambda: _mapped(name, inputs, ProbabilityFrequency(keys)),
         "finemoe-cached-freq": lambda: _mapped(name, inputs, ProbabilityFrequency(keys, while_cached=True)),
+        "mixtral-offloading": lambda: Speculative(LeastRecentlyUsed(keys), find_gates(), inputs.top_k, 1),
+        "promoe": lambda: Speculative(LeastRecentlyUsed(keys), find_gates(), inputs.top_k, inputs.distance),
+        "adaptive": lambda: _adaptive(name, inputs),
         "oracle": lambda: OnDemand(NextUse(_future(name, inputs))),
         "perfect": lambda: Perfect(_future(name, inputs)),
     }
-    if name not in builders:
-        raise PolicyError(f"policy {name!r} is for replays alone; live ones: {', '.join(builders)}")
     return builders[name]()
 
 
@@ -90,6 +96,17 @@ def _counted(name: str, inputs: PolicyInputs, rule: EvictionRule, distance: int)
     if inputs.history is None:
         raise PolicyError(f"policy {name!r} counts the uses of earlier requests, but none are given")
     return CountGuided(rule, ActivationCounts.of(inputs.history), inputs.layers, inputs.experts, inputs.top_k, distance)
+
+
+def _adaptive(name: str, inputs: PolicyInputs) -> Policy:
+    plan = inputs.adaptive
+    if plan is None:
+        if inputs.history is None:
+            raise PolicyError(f"policy {name!r} is fitted on the routing of earlier requests, but none is given")
+        plan = AdaptiveFit(inputs.history).plan(None)
+    if plan.settings is None:
+        return OnDemand(LeastRecentlyUsed(inputs.layers * inputs.experts))
+    return Adaptive(plan.predictors, plan.settings, plan.hardware)
 
 
 def _future(name: str, inputs: PolicyInputs) -> RoutingTrace:

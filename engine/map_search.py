@@ -47,7 +47,7 @@ class Guidance:
 
 
 class MapArchive:
-    """Stored expert maps float32 [n, L, J]; what was used in their iterations and in those that followed, the same shape.
+    """Stored expert maps float32 [n, L, J]; what was used in their iterations and in those that followed, likewise.
 
     Also whose they are, [n], and their embeddings [n, h], if known. The study found maps kept by redundancy no better
     than an even choice (FINDINGS, finding 3).

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from engine.adaptive import PreparedAdaptive
+from engine.adaptive_choice import AdaptiveFit
 from engine.bounds import NextUse, PreparedPerfect
 from engine.errors import PolicyError
 from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
 from engine.hardware import Hardware
 from engine.map_search import ActivationCounts, MapArchive
 from engine.policies import Guided, PreparedOnDemand, PreparedPolicy
+from engine.speculative import PreparedSpeculative
 from engine.traces import RoutingTrace
-from engine.use_forecast import UseForecaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ POLICIES = (
     PolicyName("lru", "on demand, one LRU cache for all layers"),
     PolicyName("lru-layer", "on demand, an equal share of LRU cache for each layer"),
     PolicyName("lfu", "on demand, evicting the expert used least often so far"),
+    PolicyName("mixtral-offloading", "the next layer's gate on the present gate's input, the K likeliest, LRU"),
+    PolicyName("promoe", "the gate at distance d on the present gate's input, the K likeliest, LRU"),
     PolicyName("moe-infinity", "request-level counts, nearest stored request guides whole iterations, LFU"),
     PolicyName("hit-count", "request-level counts at distance d, the K likeliest, LRU"),
     PolicyName("map-t", "trajectory search at distance d, the K likeliest, LRU"),
@@ -36,7 +39,7 @@ POLICIES = (
     PolicyName("map-t+s+delta", "map-t+s, and the paper's delta instead of K"),
     PolicyName("finemoe", "map-t+s+delta, evicting by 1/(p*freq) with freq since the start"),
     PolicyName("finemoe-cached-freq", "finemoe with freq counted anew whenever an expert is evicted"),
-    PolicyName("adaptive", "evicts the lowest expected discounted use; prefetches likely experts up to 6 layers ahead"),
+    PolicyName("adaptive", "evicts the lowest expected use, fetches likely experts in time; fitted on the store"),
     PolicyName("oracle", "on demand, Belady's eviction: knows the future"),
     PolicyName("perfect", "prefetches exactly what follows, Belady's eviction: knows the future"),
 )
@@ -44,8 +47,8 @@ POLICIES = (
 # Those that search the store by embeddings where a trace has them.
 SEMANTIC = frozenset({"map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq"})
 
-# Named here so that asking for them is answered with what they lack.
-_NEED_GATE_INPUTS = ("mixtral-offloading", "promoe")
+# Those that read what gates read.
+SPECULATIVE = frozenset({"mixtral-offloading", "promoe"})
 
 
 class PolicyFactory:
@@ -57,10 +60,17 @@ class PolicyFactory:
         distance: d, layers between a prefetch decision and its use.
         capacity: C, the maps of the store.
         hardware: what a prefetch costs.
+        fit: what ``adaptive`` takes from the store, where factories for several machines share it.
     """
 
     def __init__(
-        self, store: RoutingTrace, test: RoutingTrace, distance: int, capacity: int, hardware: Hardware
+        self,
+        store: RoutingTrace,
+        test: RoutingTrace,
+        distance: int,
+        capacity: int,
+        hardware: Hardware,
+        fit: AdaptiveFit | None = None,
     ) -> None:
         self._store = store
         self._test = test
@@ -70,12 +80,7 @@ class PolicyFactory:
         # What a search finds depends on neither cache nor rule: every policy and budget shares it.
         self._search_counts = cache(lambda request: self._counts.search(request))
         self._search_maps = cache(lambda request, semantic: self._archive.search(request, semantic))
-
-        self._forecast = cache(lambda request: self._forecaster.forecast(request))
-
-    @cached_property
-    def _forecaster(self) -> UseForecaster:
-        return UseForecaster(self._store, self._archive)
+        self._fit = AdaptiveFit(store) if fit is None else fit
 
     @cached_property
     def _archive(self) -> MapArchive:
@@ -85,8 +90,12 @@ class PolicyFactory:
     def _counts(self) -> ActivationCounts:
         return ActivationCounts.of(self._store)
 
-    def build(self, name: str) -> PreparedPolicy:
+    def build(self, name: str, capacity: int | None = None, in_place: bool = False) -> PreparedPolicy:
         """A policy in its first state.
+
+        Args:
+            capacity: experts the device has room for, which ``adaptive`` is tuned to; None for middling settings.
+            in_place: missed experts are read where they lie, see ``Replay``.
 
         Raises:
             PolicyError: unknown name, or the trace lacks what it needs.
@@ -106,11 +115,29 @@ class PolicyFactory:
             "finemoe-cached-freq": lambda: self._mapped(
                 ProbabilityFrequency(keys, while_cached=True), semantic=True, by_score=True
             ),
-            "adaptive": lambda: Adaptive(self._test.manifest, self._hardware, self._forecast),
+            "mixtral-offloading": lambda: self._speculative(name, 1),
+            "promoe": lambda: self._speculative(name, self._distance),
+            "adaptive": lambda: self._adaptive(capacity, in_place),
             "oracle": lambda: PreparedOnDemand(NextUse(self._test)),
             "perfect": lambda: PreparedPerfect(self._test),
         }
         return builders[name]()
+
+    def _adaptive(self, capacity: int | None, in_place: bool) -> PreparedPolicy:
+        manifest = self._test.manifest
+        settings = self._fit.plan(self._hardware, capacity, in_place).settings
+        if settings is None:
+            return PreparedOnDemand(LeastRecentlyUsed(manifest.keys))
+        return PreparedAdaptive(manifest.layers, manifest.experts, self._hardware, settings, self._fit.forecast)
+
+    def _speculative(self, name: str, distance: int) -> PreparedPolicy:
+        manifest = self._test.manifest
+        if manifest.gates is None:
+            raise PolicyError(
+                f"policy {name!r} applies later gates to what the present one read, which this trace does not hold: "
+                "record it with --gate-inputs"
+            )
+        return PreparedSpeculative(LeastRecentlyUsed(manifest.keys), manifest.gates, manifest.top_k, distance)
 
     def _counted(self, rule: EvictionRule, distance: int) -> PreparedPolicy:
         return Guided(rule, self._search_counts, distance, self._test.manifest.top_k, by_score=False)
@@ -143,10 +170,5 @@ def check_policies(names: Sequence[str]) -> None:
     """
     known = [policy.name for policy in POLICIES]
     for name in names:
-        if name in _NEED_GATE_INPUTS:
-            raise PolicyError(
-                f"policy {name!r} applies later gates to the present gate's input, which traces do not hold; "
-                f"replayable: {', '.join(known)}"
-            )
         if name not in known:
             raise PolicyError(f"no policy {name!r}; there are {', '.join(known)}")

@@ -54,8 +54,8 @@ def prefetch_priority(probability: float, distance: int) -> float:
 def select_deliverable(prefetches: Sequence[Prefetch], now: int, hardware: Hardware) -> list[Prefetch]:
     """Those that the link can deliver, at least in part, before their gates decide, by expected stall saved a byte.
 
-    Until the gate of a layer that is n layers ahead the link moves n * c / t experts. What it moves of an expert that is
-    used spares the layer that much waiting.
+    Until the gate of a layer that is n layers ahead the link moves n * c / t experts. What it moves of an expert that
+    is used spares the layer that much waiting.
 
     Args:
         prefetches: absent experts.

@@ -10,9 +10,10 @@ from typing import Any
 from engine.budget import ExpertBudget
 from engine.errors import BudgetError
 from engine.hardware import Hardware
-from engine.policy_names import SEMANTIC, PolicyFactory
+from engine.policy_names import SEMANTIC, SPECULATIVE, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.trace_files import read_trace
+from engine.traces import TraceManifest
 from finemoe_cli.console import note
 
 COLUMNS = ("trace", "cache", "policy", "tpot_ms", "hit", "late", "miss", "bytes_moved", "wasted_bytes", "stall_ms")
@@ -57,17 +58,29 @@ class ReplayGrid:
                 _, test = trace.first_steps(self.limit).split(self.store_share)
             if test.manifest.hidden_size is None and SEMANTIC.intersection(self.policies):
                 note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
+            policies = self._possible(path, test.manifest)
             factory = PolicyFactory(store, test, self.distance, self.map_capacity, self.hardware)
             total = test.manifest.keys * self.hardware.expert_bytes
             for cache in self.caches:
                 capacity = cache.resolve(total, None) // self.hardware.expert_bytes
-                for name in self.policies:
+                for name in policies:
                     try:
-                        replay = Replay(test, factory.build(name), self.hardware, capacity, self.in_place)
+                        replay = Replay(
+                            test, factory.build(name, capacity, self.in_place), self.hardware, capacity, self.in_place
+                        )
                     except BudgetError as error:
                         note(f"left out: {name} at {cache.text}: {error}")
                         continue
                     yield self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
+
+    def _possible(self, path: Path, manifest: TraceManifest) -> Sequence[str]:
+        """The policies that the trace allows, unless that is none of them: building them then tells why."""
+        names = [name for name in self.policies if manifest.gates is not None or name not in SPECULATIVE]
+        if not names or len(names) == len(self.policies):
+            return self.policies
+        left_out = [name for name in self.policies if name not in names]
+        note(f"{path.name} has no gate inputs: left out: {', '.join(left_out)}")
+        return names
 
     def _record(
         self, path: Path, policy: str, cache: ExpertBudget, capacity: int, outcome: ReplayOutcome, model: str

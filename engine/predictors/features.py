@@ -29,6 +29,12 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return shares / shares.sum(axis=-1, keepdims=True)
 
 
+def map_logits(maps: np.ndarray) -> np.ndarray:
+    """Logits, but for a constant, that give these distributions; what is below 1e-4 is lost."""
+    logits = np.log(np.maximum(maps, 1e-4))
+    return logits - logits.mean(axis=-1, keepdims=True)
+
+
 def margins(logits: np.ndarray, top_k: int) -> np.ndarray:
     """How far each logit lies above the line between the K-th and the next, [..., J]."""
     experts = logits.shape[-1]

@@ -11,9 +11,10 @@ import numpy as np
 from engine.predictors.knowledge import Knowledge, Scan
 from engine.predictors.mix import Mix
 from engine.predictors.request_state import BLOCK, RequestState
+from engine.records import Phase
 from engine.traces import TracedRequest
 
-DISCOUNTS = (0.4, 0.6, 0.75, 0.9)
+DISCOUNTS = (0.25, 0.5, 0.75, 0.9)
 """Rates at which a use may lose worth with each iteration until it happens."""
 
 HIDDEN = "+hidden"
@@ -69,40 +70,51 @@ class FittedPredictors:
         left = np.empty_like(start)
         current = np.zeros((count, layers, knowledge.depth, experts), dtype=np.float32)
         state = RequestState(knowledge.popularity)
-        for block in blocks(request, experts):
+        for block in blocks(request, experts, knowledge.top_k):
             rows = block.rows
             scan = Scan(knowledge, state, len(block.maps))
             for layer in range(layers):
                 scan.fill(layer, block.maps[:, layer], block.uses[:, layer])
             scan.advance_to_end()
             inputs = block.inputs if self.reads_gate_inputs else None
-            known = scan.following(None if inputs is None else inputs[:, -1])
+            known = self.following(scan, None if inputs is None else inputs[:, -1], discount)
             after = slice(rows.start + 1, rows.stop + 1)
-            upcoming[after] = self._mix("next", inputs)(known)
-            values[after] = self._mix(f"value-{discount:g}", inputs)(known)
-            start[rows] = self._start(scan, upcoming[rows], block.embeddings)
+            upcoming[after], values[after] = known
+            start[rows] = self.start(scan, upcoming[rows], block.embeddings)
             for layer in range(layers):
                 read = None if inputs is None else inputs[:, layer]
                 scan.advance(layer)
-                left[rows, layer] = self._left(scan, layer, read, discount)
-                for i, likely in enumerate(self._ahead(scan, layer, start[rows], read)):
+                left[rows, layer] = self.left(scan, layer, read, discount)
+                for i, likely in enumerate(self.ahead(scan, layer, start[rows], read)):
                     current[rows, layer, i] = likely
             scan.close()
         return Forecast(upcoming, start, current, values, left)
 
-    def _mix(self, moment: str, inputs: np.ndarray | None) -> Mix:
-        return self.mixes[moment if inputs is None else moment + HIDDEN]
+    def following(self, scan: Scan, inputs: np.ndarray | None, discount: float) -> tuple[np.ndarray, np.ndarray]:
+        """Once iterations are complete: probabilities of use in the next ones, and values, [B, L, J] each.
 
-    def _start(self, scan: Scan, upcoming: np.ndarray, embeddings: np.ndarray | None) -> np.ndarray:
-        if embeddings is None or self.knowledge.embedding_map is None:
+        Args:
+            inputs: [B, H], what the last gate read.
+        """
+        features = scan.following(inputs)
+        return self._mix("next", inputs)(features), self._mix(f"value-{discount:g}", inputs)(features)
+
+    def upcoming(self, scan: Scan, inputs: np.ndarray | None) -> np.ndarray:
+        """The probabilities alone."""
+        return self._mix("next", inputs)(scan.following(inputs))
+
+    def start(self, scan: Scan, upcoming: np.ndarray, embeddings: np.ndarray | None) -> np.ndarray:
+        """As iterations of these embeddings [B, h] begin: probabilities of use in them, ``upcoming`` having been so."""
+        if embeddings is None or "start" not in self.mixes:
             return upcoming
         return self.mixes["start"](scan.start(upcoming, embeddings))
 
-    def _left(self, scan: Scan, layer: int, inputs: np.ndarray | None, discount: float) -> np.ndarray:
+    def left(self, scan: Scan, layer: int, inputs: np.ndarray | None, discount: float) -> np.ndarray:
+        """Once gate ``layer`` has decided, having read inputs [B, H]: values [B, J] of its layer from then on."""
         return self._mix(f"left-{discount:g}", inputs)(scan.after(layer, inputs))[:, 0]
 
-    def _ahead(self, scan: Scan, layer: int, known: np.ndarray, inputs: np.ndarray | None) -> Iterator[np.ndarray]:
-        """Probabilities [B, J] for the layers after ``layer``, nearest first."""
+    def ahead(self, scan: Scan, layer: int, known: np.ndarray, inputs: np.ndarray | None) -> Iterator[np.ndarray]:
+        """At that moment: probabilities [B, J] of use in the layers after it, nearest first; ``known`` before it."""
         if layer == len(self.knowledge.popularity) - 1:
             return
         features = scan.ahead(layer, known, inputs)
@@ -110,48 +122,8 @@ class FittedPredictors:
             mix = self._mix(f"ahead-{i + 1}", inputs)
             yield mix({name: features[name][:, i] for name in mix.names})
 
-
-class LiveForecast:
-    """The same, an iteration and a gate at a time, for one running request."""
-
-    def __init__(self, fitted: FittedPredictors, discount: float) -> None:
-        self._fitted = fitted
-        self._discount = discount
-        popularity = fitted.knowledge.popularity
-        self._state = RequestState(popularity)
-        self._known = self.upcoming = popularity
-        self.values = steady_value(popularity, discount)
-        self._scan: Scan | None = None
-
-    def begin(self, embedding: np.ndarray | None) -> np.ndarray:
-        """An iteration begins, with its embedding [h]: probabilities [L, J] of use in it."""
-        self._scan = Scan(self._fitted.knowledge, self._state, 1)
-        embeddings = None if embedding is None else embedding[None]
-        self._known = self._fitted._start(self._scan, self.upcoming[None], embeddings)
-        return self._known[0]
-
-    def observe(
-        self, layer: int, probabilities: np.ndarray, uses: np.ndarray, inputs: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Gate ``layer`` has decided: its distribution and uses [J], and what it read [H].
-
-        Returns:
-            The value [J] of keeping the layer's experts for its next visit, and probabilities of use [D, J] in the
-            layers after it; fewer at the end.
-        """
-        scan, fitted = self._scan, self._fitted
-        assert scan is not None
-        read = None if inputs is None or not fitted.reads_gate_inputs else inputs[None]
-        scan.fill(layer, probabilities[None], uses[None])
-        scan.advance(layer)
-        left = fitted._left(scan, layer, read, self._discount)[0]
-        ahead = [likely[0] for likely in fitted._ahead(scan, layer, self._known, read)]
-        if layer == len(fitted.knowledge.popularity) - 1:
-            following = scan.following(read)
-            self.upcoming = fitted._mix("next", read)(following)[0]
-            self.values = fitted._mix(f"value-{self._discount:g}", read)(following)[0]
-            scan.close()
-        return left, np.stack(ahead) if ahead else np.empty((0, len(left)), dtype=np.float32)
+    def _mix(self, moment: str, inputs: np.ndarray | None) -> Mix:
+        return self.mixes[moment if inputs is None else moment + HIDDEN]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,10 +137,10 @@ class TracedBlock:
     embeddings: np.ndarray | None
 
 
-def blocks(request: TracedRequest, experts: int) -> Iterator[TracedBlock]:
+def blocks(request: TracedRequest, experts: int, top_k: int) -> Iterator[TracedBlock]:
     """A request in pieces that can be scanned at once."""
     maps, uses = request.maps(experts), request.uses(experts)
-    gate_inputs = getattr(request, "gate_inputs", None)
+    gate_inputs = request.gate_inputs
     for phase, places in groupby(range(len(request)), key=lambda t: request.phases[t]):
         run: Sequence[int] = list(places)
         for first in range(run[0], run[-1] + 1, BLOCK):
@@ -176,10 +148,15 @@ def blocks(request: TracedRequest, experts: int) -> Iterator[TracedBlock]:
             yield TracedBlock(
                 rows,
                 maps[rows],
-                uses[rows],
+                token_uses(maps[rows], uses[rows], phase, top_k),
                 None if gate_inputs is None or phase == "prefill" else gate_inputs[rows],
                 None if request.embeddings is None else request.embeddings[rows],
             )
+
+
+def token_uses(maps: np.ndarray, uses: np.ndarray, phase: Phase, top_k: int) -> np.ndarray:
+    """Uses by one token: those of a decode step; for the many of a prefill, whose uses tell little, what to expect."""
+    return uses if phase == "decode" else np.minimum(top_k * maps, 1.0)
 
 
 def steady_value(probability: np.ndarray, discount: float) -> np.ndarray:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.predictors.features import Features, log_share, margins, softmax
+from engine.predictors.features import Features, log_share, map_logits, margins, softmax
 from engine.predictors.ridge import apply_ridge, choose_strength, fit_ridge
 from engine.router_gates import RouterGates
-from engine.traces import RoutingTrace, TracedRequest
+from engine.traces import TracedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +34,8 @@ class GateMaps:
 
 def fit_gate_maps(requests: list[TracedRequest], gates: RouterGates, depth: int) -> GateMaps:
     """Fit them on recorded decode steps with gate inputs; D is ``depth``."""
-    layers, experts, _ = gates.weights.shape
-    inputs = np.concatenate([request.gate_inputs for request in requests])  # type: ignore[arg-type]
+    layers = len(gates.weights)
+    inputs = np.concatenate([r.gate_inputs for r in requests if r.gate_inputs is not None])
     logits = np.stack([gate_logits(gates, layer, inputs[:, layer]) for layer in range(layers)], axis=1)
     # The last step of a request has no successor.
     ends = np.cumsum([len(request) for request in requests]) - 1
@@ -46,24 +46,18 @@ def fit_gate_maps(requests: list[TracedRequest], gates: RouterGates, depth: int)
     ahead, same = [], []
     for layer in range(layers):
         targets = logits[:, layer + 1 : layer + 1 + depth].reshape(len(inputs), -1)
-        ahead.append(fit_ridge(inputs[:, layer], [targets], strength)[0])
-        same.append(fit_ridge(inputs[before, layer], [after[:, layer]], strength_after)[0])
-    last = fit_ridge(inputs[before, -1], [after.reshape(len(before), -1)], strength_after)[0]
+        ahead.append(fit_ridge(inputs[:, layer], targets, strength))
+        same.append(fit_ridge(inputs[before, layer], after[:, layer], strength_after))
+    last = fit_ridge(inputs[before, -1], after.reshape(len(before), -1), strength_after)
     return GateMaps(tuple(ahead), tuple(same), last)
 
 
 def fit_embedding_map(requests: list[TracedRequest], experts: int) -> np.ndarray:
     """From an iteration's embedding to the logarithms of all its gates' distributions: [h + 1, L * J]."""
-    embeddings = np.concatenate([request.embeddings for request in requests])  # type: ignore[arg-type]
+    embeddings = np.concatenate([r.embeddings for r in requests if r.embeddings is not None])
     logits = np.concatenate([map_logits(request.maps(experts)) for request in requests])
     strength = choose_strength(embeddings, logits[:, 0])
-    return fit_ridge(embeddings, [logits.reshape(len(logits), -1)], strength)[0]
-
-
-def map_logits(maps: np.ndarray) -> np.ndarray:
-    """Logits, but for a constant, that give these distributions; what is below 1e-4 is lost."""
-    logits = np.log(np.maximum(maps, 1e-4))
-    return logits - logits.mean(axis=-1, keepdims=True)
+    return fit_ridge(embeddings, logits.reshape(len(logits), -1), strength)
 
 
 def gate_logits(gates: RouterGates, layer: int, inputs: np.ndarray) -> np.ndarray:
@@ -81,7 +75,7 @@ class Speculation:
         self._top_k = top_k
 
     def ahead(self, layer: int, stop: int, inputs: np.ndarray) -> Features:
-        """Of layers ``layer + 1`` to ``stop`` from what gate ``layer`` read, inputs [B, H]: [B, stop - layer - 1, J]."""
+        """Of the layers after ``layer`` up to ``stop`` from what its gate read, inputs [B, H]: [B, layers, J]."""
         experts = self._gates.weights.shape[1]
         spoken = np.stack([gate_logits(self._gates, target, inputs) for target in range(layer + 1, stop)], axis=1)
         learnt = apply_ridge(self._maps.ahead[layer], inputs).reshape(len(inputs), -1, experts)[:, : spoken.shape[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.map_search import ActivationCounts
-from engine.predictors.features import Features, log_share
+from engine.predictors.features import Features, log_share, map_logits, margins
 from engine.predictors.request_state import DECAYS, RequestState
 
 RECENCIES = tuple(f"recency-{decay:g}" for decay in DECAYS)
@@ -16,6 +16,7 @@ class Habits:
 
     Args:
         popularity: float32 [L, J], the share of iterations that use an expert.
+        top_k: K.
         counts: uses by stored requests (MoE-Infinity's expert activation matrices).
         excluded: a request whose stored counts do not count.
     """
@@ -23,12 +24,14 @@ class Habits:
     def __init__(
         self,
         popularity: np.ndarray,
+        top_k: int,
         counts: ActivationCounts,
         state: RequestState,
         block: int,
         excluded: int | None,
     ) -> None:
         self._popularity = popularity
+        self._top_k = top_k
         self._counts = counts
         self._state = state
         self._excluded = excluded
@@ -55,10 +58,14 @@ class Habits:
         """Of layers ``first`` to ``stop``, once their gates have decided: [B, stop - first, J]."""
         layers = slice(first, stop)
         features = {name: log_share(self._recencies[1:, i, layers]) for i, name in enumerate(RECENCIES)}
-        features["previous"] = log_share(self._state.maps[self._rows, layers])
+        maps = self._state.maps[self._rows, layers]
+        features["previous"] = log_share(maps)
+        features["previous-margin"] = margins(map_logits(maps), self._top_k)
         features["popularity"] = np.broadcast_to(log_share(self._popularity[layers]), features["previous"].shape)
         return features
 
     def like_requests(self) -> Features:
         """What the stored request nearest to this one used, after each iteration: [B, L, J]."""
-        return {"activation-counts": log_share(self._counts.nearest(self._totals[1:], self._excluded))}
+        return {
+            "activation-counts": log_share(self._counts.rows[self._counts.nearest(self._totals[1:], self._excluded)])
+        }

@@ -71,7 +71,7 @@ class Scan:
         self._state = state
         self._rows = slice(state.count, state.count + block)
         self._layers = len(knowledge.popularity)
-        self._habits = Habits(knowledge.popularity, knowledge.counts, state, block, excluded)
+        self._habits = Habits(knowledge.popularity, knowledge.top_k, knowledge.counts, state, block, excluded)
         self._similar = Similar(
             knowledge.archive, knowledge.popularity, state, block, knowledge.sharpness, knowledge.prior, excluded
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -12,19 +10,18 @@ STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _HELD_OUT = 5
 
 
-def fit_ridge(inputs: np.ndarray, targets: Sequence[np.ndarray], strength: float) -> list[np.ndarray]:
-    """Least squares with a ridge: float32 [H + 1, M] for each target, the last row the constant.
+def fit_ridge(inputs: np.ndarray, targets: np.ndarray, strength: float) -> np.ndarray:
+    """Least squares with a ridge: float32 [H + 1, M], the last row the constant.
 
     Args:
         inputs: [N, H].
-        targets: each [N, M].
+        targets: [N, M].
         strength: the ridge as a share of the inputs' mean variance.
     """
     inputs = inputs.astype(np.float32)
     mean = inputs.mean(axis=0)
     centred = inputs - mean
-    widths = [target.shape[1] for target in targets]
-    wanted = np.concatenate(targets, axis=1).astype(np.float32)
+    wanted = targets.astype(np.float32)
     offset = wanted.mean(axis=0)
     ridge = strength * float(np.square(centred).mean()) * len(inputs) + 1e-6
     count, size = centred.shape
@@ -37,8 +34,7 @@ def fit_ridge(inputs: np.ndarray, targets: Sequence[np.ndarray], strength: float
         gram = centred @ centred.T
         gram[np.diag_indices(count)] += ridge
         slopes = centred.T @ np.linalg.solve(gram, wanted - offset)
-    whole = np.concatenate([slopes, (offset - mean @ slopes)[None]])
-    return np.split(whole, np.cumsum(widths)[:-1], axis=1)
+    return np.concatenate([slopes, (offset - mean @ slopes)[None]])
 
 
 def choose_strength(inputs: np.ndarray, target: np.ndarray) -> float:
@@ -46,7 +42,7 @@ def choose_strength(inputs: np.ndarray, target: np.ndarray) -> float:
     held = np.arange(len(inputs)) % _HELD_OUT == 0
 
     def error(strength: float) -> float:
-        (fitted,) = fit_ridge(inputs[~held], [target[~held]], strength)
+        fitted = fit_ridge(inputs[~held], target[~held], strength)
         return float(np.square(apply_ridge(fitted, inputs[held]) - target[held]).mean())
 
     return min(STRENGTHS, key=error)

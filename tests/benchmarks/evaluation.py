@@ -101,7 +101,9 @@ def measure(task: Task) -> list[dict[str, Any]]:
     for executor, cache, name in task.cells:
         capacity = int(cache * test.manifest.keys)
         try:
-            replay = Replay(test, factory.build(name), hardware, capacity, executor == "in-place")
+            replay = Replay(
+                test, factory.build(name, capacity, executor == "in-place"), hardware, capacity, executor == "in-place"
+            )
         except (BudgetError, PolicyError):
             continue
         outcome = replay.run(task.limits.warm_up)

@@ -52,12 +52,12 @@ def main() -> None:
     print(f"{'cache':6} {'policy':20} {'here':>6} {'study':>6} {'hit':>6} {'+late':>6}")
     for cache in arguments.cache.split(","):
         capacity = int(SHARES[cache] * test.manifest.keys)
-        baseline = Replay(test, factory.build("lru"), STUDY, capacity, False).run()
+        baseline = Replay(test, factory.build("lru", capacity), STUDY, capacity, False).run()
         for name, published in PUBLISHED.items():
             study = published[list(SHARES).index(cache)]
             if study is None:
                 continue
-            outcome = Replay(test, factory.build(name), STUDY, capacity, False).run()
+            outcome = Replay(test, factory.build(name, capacity), STUDY, capacity, False).run()
             ratio = outcome.tpot_seconds / baseline.tpot_seconds
             print(
                 f"{cache:6} {name:20} {ratio:6.3f} {study:6.3f} {outcome.hit:6.3f} {outcome.hit + outcome.late:6.3f}",

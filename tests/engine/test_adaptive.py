@@ -1,62 +1,82 @@
-"""The forecasts behind ``adaptive``: fitted weights, calibration, and what an expert is worth."""
+"""``adaptive``: what experts are worth, what is fetched, how settings are chosen, and both forms of the policy."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from engine.adaptive import ExpectedUse, worth
+from engine.adaptive import Adaptive, AdaptiveSettings, PreparedAdaptive
+from engine.adaptive_choice import BYTES_ALLOWED, AdaptiveFit
+from engine.expected_use import ExpectedUse, raise_values
 from engine.hardware import Hardware
-from engine.logistic import fit_logistic, sigmoid
-from engine.map_search import MapArchive
+from engine.observations import ObservedGate, ObservedIteration
 from engine.policy_names import PolicyFactory
-from engine.replay import Replay
+from engine.predictors.fitting import fit_predictors
+from engine.replay import Replay, ReplayOutcome
+from engine.streamed import Streamed
 from engine.traces import RoutingTrace
-from engine.use_forecast import UseForecaster
-from tests.engine.sample_traces import decode_request, sample_manifest, sample_trace
+from tests.engine.sample_traces import decode_request, gated_trace, sample_manifest, sample_trace
 
-
-def test_logistic_finds_the_weights_it_was_drawn_from() -> None:
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(20_000, 2))
-    happened = rng.random(20_000) < sigmoid(features @ np.array([1.5, -0.5]) + 0.3)
-    assert fit_logistic(features, happened) == pytest.approx([1.5, -0.5, 0.3], abs=0.06)
-
-
-def test_worth_is_the_sum_of_discounted_uses() -> None:
-    """Used for certain at every visit, an expert waits for nothing; never used, it is worth nothing."""
-    assert worth(np.array(0.0), np.array(0.0)) == 0
-    assert worth(np.array(1.0), np.array(0.2)) == 1
-    # Unlikely now, certain from the next token on: one discount.
-    assert worth(np.array(0.0), np.array(1.0)) == pytest.approx(0.6)
+# One expert takes 0.1 s over the link, a layer 0.05 s to compute.
+MACHINE = Hardware(expert_bytes=100, bandwidth=1000.0, latency=0.0, layer_seconds=0.05, chunk_bytes=0)
+SETTINGS = AdaptiveSettings(discount=0.75, threshold=0.4, depth=2)
 
 
 def test_nearer_visits_are_worth_more() -> None:
-    rule = ExpectedUse(sample_manifest(layers=3, experts=1, top_k=1))
+    rule = ExpectedUse(3, 1, discount=0.6)
     rule.worth[:] = 1.0
-    rule.now = 0
+    rule.move(0)
     # After gate 0 come layers 1, 2, and then 0 of the next token.
     assert rule.values(np.arange(3)).tolist() == pytest.approx([0.6, 0.6 ** (1 / 3), 0.6 ** (2 / 3)])
 
 
-def test_forecasts_are_calibrated_on_requests_they_have_not_seen() -> None:
-    store, test = sample_trace(16, 60, seed=1), sample_trace(8, 60, seed=2)
-    forecaster = UseForecaster(store, MapArchive(store, 400))
-    said, seen = [], []
-    for request in test.requests:
-        forecast = forecaster.forecast(request)
-        said.append(forecast.upcoming[:-1].reshape(-1))
-        seen.append(request.uses(8).reshape(-1))
-        said.append(forecast.current[:, :-1, 0].reshape(-1))
-        seen.append(request.uses(8)[:, 1:].reshape(-1))
-    assert _calibration_error(np.concatenate(said), np.concatenate(seen)) < 0.05
+def test_the_rule_knows_what_is_absent() -> None:
+    rule = ExpectedUse(1, 3, discount=0.6)
+    rule.record_load(0)
+    rule.record_load(2)
+    rule.record_eviction(0)
+    assert rule.absent == [True, True, False]
 
 
-def _calibration_error(said: np.ndarray, seen: np.ndarray) -> float:
-    """Expected calibration error over ten bins of equal width."""
-    bins = np.minimum((said * 10).astype(int), 9)
-    gaps = [abs(said[bins == b].mean() - seen[bins == b].mean()) * (bins == b).mean() for b in set(bins.tolist())]
-    return float(sum(gaps))
+def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
+    # Value 0.5 of which 0.2 is the next visit: 0.8 of the time the rest, 0.375, remains.
+    values, upcoming = np.array([0.5, 0.5, 0.5]), np.array([0.2, 0.2, 0.2])
+    raised = raise_values(values, upcoming, np.array([0.1, 0.6, 1.0]))
+    assert raised.tolist() == pytest.approx([0.5, 0.6 + 0.4 * 0.375, 1.0])
+
+
+@pytest.mark.parametrize("capacity", [6, 16])
+def test_both_forms_decide_alike(capacity: int) -> None:
+    store, test = gated_trace(10, 30, seed=1), gated_trace(4, 30, seed=2)
+    predictors = fit_predictors(store, depth=3)
+    prepared = PreparedAdaptive(4, 8, MACHINE, SETTINGS, predictors.forecast)
+    live = Streamed(Adaptive(predictors, SETTINGS, MACHINE), 8)
+    assert replay(test, prepared, capacity) == replay(test, live, capacity)
+
+
+def replay(trace: RoutingTrace, policy: PreparedAdaptive | Streamed, capacity: int) -> ReplayOutcome:
+    return Replay(trace, policy, MACHINE, capacity, in_place=False).run(0)
+
+
+def test_sequences_of_a_batch_are_guided_together() -> None:
+    """What one of them is likely to use is fetched, for both."""
+    predictors = fit_predictors(gated_trace(10, 30, seed=1), depth=3)
+    requests = gated_trace(2, 3, seed=2).requests
+    settings = replace(SETTINGS, threshold=0.0)
+
+    def offers(rows: list[int]) -> list[dict[int, float]]:
+        policy = Adaptive(predictors, settings, None)
+        embeddings = np.stack([requests[r].embeddings[0] for r in rows])
+        said = [policy.begin(ObservedIteration(0, "decode", tuple(rows), embeddings))]
+        maps, uses = (np.stack([f(requests[r])[0] for r in rows]) for f in (lambda q: q.maps(8), lambda q: q.uses(8)))
+        inputs = np.stack([requests[r].gate_inputs[0] for r in rows])
+        said += [policy.observe(ObservedGate(0, maps[:, 0], uses[:, 0], inputs[:, 0]))]
+        return [{prefetch.key: prefetch.probability for prefetch in offer} for offer in said]
+
+    for one, other, both in zip(offers([0]), offers([1]), offers([0, 1]), strict=True):
+        assert both == pytest.approx({key: 1 - (1 - one[key]) * (1 - other[key]) for key in one}, abs=1e-6)
 
 
 def test_adaptive_beats_recency_where_one_kind_of_token_follows_another() -> None:
@@ -65,7 +85,31 @@ def test_adaptive_beats_recency_where_one_kind_of_token_follows_another() -> Non
     kinds = np.random.default_rng(0).random((6, 4, 8)).argsort(axis=2)[..., :2]
     requests = tuple(decode_request(n, kinds[(n + np.arange(60)) % 6]) for n in range(20))
     store, test = RoutingTrace(manifest, requests[:14]), RoutingTrace(manifest, requests[14:])
-    hardware = Hardware(expert_bytes=100, bandwidth=1000.0, latency=0.0, layer_seconds=0.05, chunk_bytes=0)
-    factory = PolicyFactory(store, test, 3, 400, hardware)
-    tpot = {n: Replay(test, factory.build(n), hardware, 16, False).run(0).tpot_seconds for n in ("lru", "adaptive")}
+    factory = PolicyFactory(store, test, 3, 400, MACHINE)
+    tpot = {n: Replay(test, factory.build(n, 16), MACHINE, 16, False).run(0).tpot_seconds for n in ("lru", "adaptive")}
     assert tpot["adaptive"] < 0.8 * tpot["lru"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("capacity", [3, 8, 20])
+def test_adaptive_does_not_lose_to_recency_on_a_random_walk(capacity: int, in_place: bool) -> None:
+    store, test = sample_trace(12, 40, seed=1), sample_trace(6, 40, seed=2)
+    factory = PolicyFactory(store, test, 3, 400, MACHINE)
+    outcomes = {
+        name: Replay(test, factory.build(name, capacity, in_place), MACHINE, capacity, in_place).run(20)
+        for name in ("lru", "adaptive")
+    }
+    assert outcomes["adaptive"].tpot_seconds <= outcomes["lru"].tpot_seconds
+    assert outcomes["adaptive"].bytes_moved <= 1.05 * outcomes["lru"].bytes_moved
+
+
+def test_settings_are_chosen_on_the_store_alone() -> None:
+    fit = AdaptiveFit(sample_trace(12, 40, seed=1))
+    assert BYTES_ALLOWED <= 1.05
+    assert fit.settings(MACHINE, 16, False) == AdaptiveFit(sample_trace(12, 40, seed=1)).settings(MACHINE, 16, False)
+
+
+def test_a_plan_without_hardware_takes_middling_settings() -> None:
+    fit = AdaptiveFit(sample_trace(6, 20, seed=1))
+    assert fit.plan(None).settings == fit.plan(None, 16).settings
+    assert fit.plan(MACHINE, 16).settings == fit.settings(MACHINE, 16, False)

@@ -21,7 +21,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.mark.parametrize(("cache", "layer_seconds"), [("11%", 0.8), ("40%", 0.1)])
-@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES if policy.name != "adaptive"])
+@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
 def test_replay_equals_live(scene: Scene, policy: str, cache: str, layer_seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     if policy == "lru-layer" and cache == "11%":

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.adaptive_choice import AdaptiveFit
 from engine.eviction import EvictionRule
 from engine.hardware import Hardware
-from engine.policy_names import POLICIES, PolicyFactory
+from engine.policy_names import POLICIES, SPECULATIVE, PolicyFactory
 from engine.replay import Replay
 from tests.engine.sample_traces import sample_manifest, sample_trace
 
 MANIFEST = sample_manifest(hidden_size=5)
 STORE = sample_trace(4, 6, MANIFEST, seed=9)
+FIT = AdaptiveFit(STORE)
 
 
 class WatchedRule:
@@ -65,7 +67,7 @@ class WatchedRule:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", [policy.name for policy in POLICIES])
+@pytest.mark.parametrize("name", [policy.name for policy in POLICIES if policy.name not in SPECULATIVE])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10_000), room=st.integers(8, 32), copy=st.sampled_from([0.01, 0.2, 3.0]))
 def test_room_is_kept_and_what_a_layer_needs_stays(
@@ -73,7 +75,7 @@ def test_room_is_kept_and_what_a_layer_needs_stays(
 ) -> None:
     trace = sample_trace(2, 8, MANIFEST, seed)
     hardware = Hardware(expert_bytes=100, bandwidth=100 / copy, latency=0.0, layer_seconds=0.5, chunk_bytes=30)
-    policy = PolicyFactory(STORE, trace, 2, 20, hardware).build(name)
+    policy = PolicyFactory(STORE, trace, 2, 20, hardware, FIT).build(name)
     watched = WatchedRule(policy.rule)
     policy.rule = watched
     replay = Replay(trace, policy, hardware, room, in_place)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.selection import prefetch_priority, select_experts, select_many, selection_threshold
+from engine.hardware import Hardware
+from engine.selection import prefetch_priority, select_deliverable, select_experts, select_many, selection_threshold
+from engine.transfer_queue import Prefetch
 
 distributions = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any).map(lambda w: np.array(w) / sum(w))
 
@@ -58,3 +60,15 @@ def test_many_layers_at_once_select_what_each_would(seed: int, rows: int, expert
     thresholds = rng.random(rows).round(1)
     each = [select_experts(d, t, minimum).tolist() for d, t in zip(distributions, thresholds.tolist(), strict=True)]
     assert select_many(distributions, thresholds, minimum) == each
+
+
+def test_what_cannot_arrive_in_part_is_not_sent() -> None:
+    """A link that moves half an expert a layer: by expected stall saved a byte, as long as some of it arrives."""
+    hardware = Hardware(expert_bytes=100, bandwidth=100.0, latency=0.0, layer_seconds=0.5, chunk_bytes=0)
+    near, middle, far, later = (
+        Prefetch(n, due, p) for n, (due, p) in enumerate([(1, 0.9), (2, 0.5), (4, 0.4), (5, 0.3)])
+    )
+    # The first three save 0.45, 0.5 and 0.4 of a copy; the middle one goes first, and keeps the near one from arriving.
+    assert select_deliverable([near, middle, far, later], 0, hardware) == [middle, far, later]
+    assert select_deliverable([near], 0, hardware) == [near]
+    assert select_deliverable([], 0, hardware) == []

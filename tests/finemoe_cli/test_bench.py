@@ -78,7 +78,7 @@ def test_missing_embeddings_are_said(trace: Path) -> None:
     ("arguments", "message"),
     [
         (("--policies", "lfru"), "no policy 'lfru'"),
-        (("--policies", "promoe"), "which traces do not hold"),
+        (("--policies", "promoe"), "which this trace does not hold"),
         (("--policies", ","), "--policies is an empty list"),
         (("--cache", "auto"), "depends on a device"),
         (("--hardware", "h200"), "no hardware preset"),

@@ -1,0 +1,121 @@
+"""Choosing the settings of ``adaptive`` on the store's side of a split: by replays of a part held out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, cached_property
+
+from engine.adaptive import AdaptivePlan, AdaptiveSettings, PreparedAdaptive
+from engine.eviction import LeastRecentlyUsed
+from engine.hardware import Hardware
+from engine.policies import PreparedOnDemand, PreparedPolicy
+from engine.predictors.fitted import DISCOUNTS, FittedPredictors, Forecast
+from engine.predictors.fitting import DEPTH, fit_predictors
+from engine.replay import Replay, ReplayOutcome
+from engine.traces import RoutingTrace, TracedRequest
+
+NEVER = 2.0
+"""A threshold that no probability reaches: evict by expected use, fetch nothing ahead."""
+
+THRESHOLDS = (NEVER, 0.25, 0.4, 0.55, 0.7, 0.85)
+BYTES_ALLOWED = 1.03
+"""Bytes moved, as a multiple of LRU's, up to which a candidate is taken; its test may come out a little higher."""
+
+_MIDDLE = AdaptiveSettings(discount=0.75, threshold=0.55, depth=DEPTH)
+_STORE_SHARE = 0.7
+_ITERATIONS = 600
+_WARM_UP = 100
+_FEWEST = 4
+
+
+class AdaptiveFit:
+    """What ``adaptive`` takes from recorded requests: predictors fitted on all, settings by replaying some.
+
+    Both are worked out when first asked for; settings once for each machine, capacity and executor. Settings of None
+    stand for plain LRU.
+    """
+
+    def __init__(self, store: RoutingTrace) -> None:
+        self._store = store.decode_only()
+        self.settings = cache(self._choose)
+        self.forecast = cache(lambda request, discount: self.predictors.forecast(request, discount))
+
+    @cached_property
+    def predictors(self) -> FittedPredictors:
+        return fit_predictors(self._store)
+
+    def plan(self, hardware: Hardware | None, capacity: int | None = None, in_place: bool = False) -> AdaptivePlan:
+        """For a live engine; with middling settings where its hardware or the experts it has room for are not known."""
+        settings: AdaptiveSettings | None = _MIDDLE
+        if hardware is not None and capacity is not None:
+            settings = self.settings(hardware, capacity, in_place)
+        return AdaptivePlan(self.predictors, settings, hardware)
+
+    @cached_property
+    def _trial(self) -> _Trial:
+        return _Trial(self._store)
+
+    def _choose(self, hardware: Hardware, capacity: int, in_place: bool) -> AdaptiveSettings | None:
+        """Those of the lowest time an iteration among the candidates that move no more bytes than allowed.
+
+        None if all of them are slower than LRU there.
+        """
+        if len(self._store.requests) < _FEWEST:
+            return _MIDDLE
+        recency = self._trial.replay_lru(hardware, capacity, in_place)
+        allowed = BYTES_ALLOWED * recency.bytes_moved
+
+        def cost(settings: AdaptiveSettings) -> tuple[float, float]:
+            outcome = self._trial.replay(settings, hardware, capacity, in_place)
+            return (max(outcome.bytes_moved - allowed, 0.0), outcome.tpot_seconds)
+
+        best = min(_by_threshold(), key=cost)
+        best = min((best, *_around(best)), key=cost)
+        return best if cost(best) < (0.0, recency.tpot_seconds) else None
+
+
+class _Trial:
+    """A part of the store and predictors fitted on the rest."""
+
+    def __init__(self, store: RoutingTrace) -> None:
+        known, held_out = store.split(_STORE_SHARE)
+        self._predictors = fit_predictors(known)
+        self._test = _first(held_out, _ITERATIONS)
+        self._forecast = cache(self._predict)
+        self.replay = cache(self._replay)
+
+    def _predict(self, request: TracedRequest, discount: float) -> Forecast:
+        return self._predictors.forecast(request, discount)
+
+    def replay_lru(self, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
+        return self._run(PreparedOnDemand(LeastRecentlyUsed(self._test.manifest.keys)), hardware, capacity, in_place)
+
+    def _replay(self, settings: AdaptiveSettings, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
+        manifest = self._test.manifest
+        policy = PreparedAdaptive(manifest.layers, manifest.experts, hardware, settings, self._forecast)
+        return self._run(policy, hardware, capacity, in_place)
+
+    def _run(self, policy: PreparedPolicy, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
+        return Replay(self._test, policy, hardware, capacity, in_place).run(_WARM_UP)
+
+
+def _by_threshold() -> Iterator[AdaptiveSettings]:
+    return (replace(_MIDDLE, threshold=threshold) for threshold in THRESHOLDS)
+
+
+def _around(settings: AdaptiveSettings) -> Iterator[AdaptiveSettings]:
+    """All discounts, and a lesser depth where anything is fetched."""
+    yield from (replace(settings, discount=discount) for discount in DISCOUNTS)
+    if settings.threshold < NEVER:
+        yield replace(settings, depth=2)
+
+
+def _first(trace: RoutingTrace, iterations: int) -> RoutingTrace:
+    """Whole requests of a trace until they have so many iterations."""
+    kept: list[TracedRequest] = []
+    for request in trace.requests:
+        kept.append(request)
+        if sum(map(len, kept)) >= iterations:
+            break
+    return RoutingTrace(trace.manifest, tuple(kept))
