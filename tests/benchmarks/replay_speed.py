@@ -3,8 +3,8 @@
     python -m tests.benchmarks.replay_speed TRACE.parquet [--policies lru,finemoe] [--cache 0.25]
 
 Asked for are 200,000 for lru and 50,000 for finemoe (each by itself, from a fresh store; what adaptive fits beforehand
-is not counted). The processor's time counts,
-so that a busy machine does not; the best of several runs is reported. Set OMP_NUM_THREADS=1, or searches use more cores.
+is not counted). The processor's time counts, so that a busy machine does not; the best of several runs is reported. Set
+OMP_NUM_THREADS=1, or searches use more cores.
 """
 
 from __future__ import annotations
