@@ -1,4 +1,4 @@
-"""A hub of one data set on the loopback interface, for the real hub client and ``datasets`` to talk to."""
+"""A hub of data sets on the loopback interface, for the real hub client and ``datasets`` to talk to."""
 
 from __future__ import annotations
 
@@ -52,12 +52,14 @@ class LocalHub:
 
 
 @contextmanager
-def serve(hub: LocalHub) -> Iterator[str]:
-    """Run a hub until the block ends; yields the address for ``HF_ENDPOINT``."""
+def serve(*hubs: LocalHub) -> Iterator[str]:
+    """Run a hub of one repository or several until the block ends; yields the address for ``HF_ENDPOINT``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, headers, body = hub.answer(self.path.partition("?")[0])
+            path = self.path.partition("?")[0]
+            hub = next((hub for hub in hubs if f"/datasets/{hub.repository}" in path), hubs[0])
+            status, headers, body = hub.answer(path)
             if status == 200 and (wanted := self.headers.get("Range")):
                 first, last = (int(bound) for bound in wanted.removeprefix("bytes=").split("-"))
                 headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"

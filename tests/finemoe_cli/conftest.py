@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from finemoe_cli.__main__ import main
 from finemoe_cli.app import run_command
 
 Runner = Callable[..., subprocess.CompletedProcess[str]]
@@ -60,24 +61,43 @@ class CtrlC(io.StringIO):
         return written
 
 
-def run_here(folder: Path, *arguments: str, stdin: bytes = b"", ctrl_c_at: str | None = None) -> Outcome:
-    """Run one command in this process, which has the libraries imported already; errors are raised.
+def run_here(folder: Path, *arguments: str, stdin: bytes = b"", ctrl_c_at: str | None = None, **extra: str) -> Outcome:
+    """Run one command in this process, which has the libraries imported already, with ``extra`` environment.
 
-    With ``ctrl_c_at``, Ctrl-C is pressed where stderr says that, and must be what ends the command.
+    Errors are raised. With ``ctrl_c_at``, Ctrl-C is pressed where stderr says that, and must be what ends the command.
     """
     out, err = io.StringIO(), io.StringIO() if ctrl_c_at is None else CtrlC(ctrl_c_at)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        for name in [name for name in os.environ if name.startswith("FINEMOE_")]:
-            patch.delenv(name)
-        for name, value in environment_for(folder).items():
-            patch.setenv(name, value)
-        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    with _standing_in(environment_for(folder) | extra, stdin, out, err):
         if ctrl_c_at is None:
             assert run_command(arguments) == 0
         else:
             with pytest.raises(KeyboardInterrupt):
                 run_command(arguments)
     return Outcome(out.getvalue(), err.getvalue())
+
+
+def run_main(folder: Path, *arguments: str, stdin: bytes = b"") -> tuple[int, Outcome]:
+    """Run the whole program in this process, which has the libraries imported already; return its exit code, too."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with _standing_in(environment_for(folder), stdin, out, err):
+            code = main(arguments)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return code, Outcome(out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _standing_in(environment: dict[str, str], stdin: bytes, stdout: io.StringIO, stderr: io.StringIO) -> Iterator[None]:
+    """Give this process the environment and the streams of one of finemoe's own."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        for name in [name for name in os.environ if name.startswith("FINEMOE_")]:
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finemoe_cli.conftest import Runner, end_by_ctrl_c
+from tests.finemoe_cli.conftest import Runner, end_by_ctrl_c, run_here, run_main
 
 HEAVY = ("torch", "transformers", "lancedb", "datasets", "pyarrow", "sqlalchemy")
 
@@ -31,9 +30,8 @@ def test_version(finemoe: Runner) -> None:
 
 
 @pytest.mark.parametrize("command", [["env"], ["warm"], ["chat"], ["store", "inspect"]])
-def test_every_help_has_examples_to_copy(command: list[str], finemoe: Runner) -> None:
-    long, short = finemoe(*command, "--help"), finemoe(*command, "-h")
-    assert long.returncode == 0
+def test_every_help_has_examples_to_copy(command: list[str], tmp_path: Path) -> None:
+    long, short = run_here(tmp_path, *command, "--help"), run_here(tmp_path, *command, "-h")
     assert "Examples:" in long.stdout
     assert f"finemoe {' '.join(command)}" in long.stdout.split("Examples:")[1]
     assert long.stdout == short.stdout
@@ -41,10 +39,8 @@ def test_every_help_has_examples_to_copy(command: list[str], finemoe: Runner) ->
 
 
 @pytest.mark.parametrize("command", [[], ["store"]])
-def test_without_a_verb_it_shows_help(command: list[str], finemoe: Runner) -> None:
-    done = finemoe(*command)
-    assert done.returncode == 0
-    assert "Usage: finemoe" in done.stdout
+def test_without_a_verb_it_shows_help(command: list[str], tmp_path: Path) -> None:
+    assert "Usage: finemoe" in run_here(tmp_path, *command).stdout
 
 
 @pytest.mark.parametrize(
@@ -63,9 +59,9 @@ def test_without_a_verb_it_shows_help(command: list[str], finemoe: Runner) -> No
         (["warm", "--dataset", "demo", "--store", "none"], "warm needs a store"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(arguments: list[str], message: str, finemoe: Runner) -> None:
-    done = finemoe(*arguments)
-    assert done.returncode == 2
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    code, done = run_main(tmp_path, *arguments)
+    assert code == 2
     assert done.stdout == ""
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert message in line
@@ -100,10 +96,9 @@ def test_debug_shows_the_traceback(finemoe: Runner, tmp_path: Path) -> None:
     assert "Traceback" in loud.stderr
 
 
-def test_env_tells_versions_devices_and_origins(finemoe: Runner, tmp_path: Path) -> None:
-    done = finemoe("env", "--json", FINEMOE_CACHE="12GiB", FINEMOE_CATALOG_URL="postgresql://me:secret@host/maps")
-    assert done.returncode == 0
-    report = json.loads(done.stdout)
+def test_env_tells_versions_devices_and_origins(tmp_path: Path) -> None:
+    catalog = "postgresql://me:secret@host/maps"
+    report = run_here(tmp_path, "env", "--json", FINEMOE_CACHE="12GiB", FINEMOE_CATALOG_URL=catalog).json
     assert report["versions"]["finemoe"] == version("finemoe")
     assert report["versions"]["torch"]
     assert report["devices"][0]["name"] == "cpu"
@@ -112,7 +107,7 @@ def test_env_tells_versions_devices_and_origins(finemoe: Runner, tmp_path: Path)
     assert report["settings"]["model"] == {"value": "demo", "origin": "default"}
     assert report["settings"]["catalog_url"]["value"] == "postgresql://me:***@host/maps"
 
-    text = finemoe("env", FINEMOE_CACHE="12GiB").stdout
+    text = run_here(tmp_path, "env", FINEMOE_CACHE="12GiB").stdout
     assert "12GiB  (environment FINEMOE_CACHE)" in text
     assert version("torch") in text
 
@@ -132,10 +127,10 @@ def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("closed", "code", "message"),
-    [("<&-", 2, "the prompt is empty"), (">&-", 2, "no device named"), ("2>&-", 2, "")],
+    [("<&-", 2, "the prompt is empty"), (">&-", 2, "cannot read the expert budget"), ("2>&-", 2, "")],
 )
 def test_standard_streams_may_be_closed(closed: str, code: int, message: str, environment: dict[str, str]) -> None:
-    prompt = "" if closed == "<&-" else "-p hi --device toaster"
+    prompt = "" if closed == "<&-" else "-p hi --cache lots"
     command = f"{sys.executable} -m finemoe_cli chat {prompt} {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == code
