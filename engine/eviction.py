@@ -32,7 +32,7 @@ class EvictionRule(Protocol):
         ...
 
     def values(self, keys: np.ndarray) -> np.ndarray:
-        """What keeping each expert [n] is worth, finite; ties are broken by the least recent use."""
+        """What keeping each expert is worth, finite, in a new array [n]; ties are broken by the least recent use."""
         ...
 
     def speculative_value(self, key: int, probability: float) -> float:

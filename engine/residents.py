@@ -73,11 +73,8 @@ class Residents:
         pinned = set(pinned)
         pending = list(keys)
         while pending:
-            candidates = (key for key in recency if key not in pinned and key != self.loading)
-            # By recency the first ones go, whatever else is free.
-            needed = len(recency) + len(pending) - self._share if self._by_recency else None
-            free = list(islice(candidates, needed))
-            room = self._share - len(recency) + len(free)
+            victims = self._victims(recency, len(recency) + len(pending) - self._share, pinned)
+            room = self._share - len(recency) + len(victims)
             if not room:
                 if not pinned:
                     raise RuntimeError(f"{len(pending)} experts found no room among {self._share}")
@@ -85,10 +82,8 @@ class Residents:
                 pinned.clear()
                 continue
             group, pending = pending[:room], pending[room:]
-            excess = len(recency) + len(group) - self._share
-            if excess > 0:
-                for victim in self._choose(free, excess):
-                    self._evict(recency, victim)
+            for victim in victims:
+                self._evict(recency, victim)
             for key in group:
                 self._hold(recency, key)
             pinned.update(group)
@@ -99,31 +94,28 @@ class Residents:
         """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
         recency = self.partition(key)
         if len(recency) >= self._share:
-            candidates = (k for k in recency if k not in pinned and k != self.loading)
-            free = list(islice(candidates, 1 if self._by_recency else None))
-            if not free:
+            victims = self._victims(recency, 1, pinned, value)
+            if not victims:
                 return False
-            victim = free[0]
-            if not self._by_recency:
-                values = self._rule.values(np.array(free))
-                lowest = int(values.argmin())
-                if values[lowest] > value:
-                    return False
-                victim = free[lowest]
-            self._evict(recency, victim)
+            self._evict(recency, victims[0])
         self._hold(recency, key)
         self._unused.add(key)
         self._check(recency)
         return True
 
-    def _choose(self, free: list[int], count: int) -> list[int]:
-        """The ``count`` experts of ``free``, least recent use first, that are worth least."""
-        if self._by_recency or len(free) == count:
-            return free[:count]
-        values = self._rule.values(np.array(free))
-        if count == 1:
-            return [free[int(values.argmin())]]
-        return [free[i] for i in values.argsort(kind="stable")[:count].tolist()]
+    def _victims(
+        self, recency: dict[int, None], count: int, pinned: Collection[int], at_most: float = np.inf
+    ) -> list[int]:
+        """The ``count`` experts worth least, the least recent first; fewer where others are pinned or worth more."""
+        if self._by_recency:
+            free = (key for key in recency if key not in pinned and key != self.loading)
+            return list(islice(free, count))
+        keys = np.fromiter(recency, np.int64, len(recency))
+        values = self._rule.values(keys)
+        for key in pinned if self.loading is None else (*pinned, self.loading):
+            values[keys == key] = np.inf
+        lowest = [int(values.argmin())] if count == 1 else values.argsort(kind="stable")[:count].tolist()
+        return [int(keys[i]) for i in lowest if values[i] < np.inf and values[i] <= at_most]
 
     def _hold(self, recency: dict[int, None], key: int) -> None:
         recency[key] = None
