@@ -36,7 +36,7 @@ def measure_recall(
     All predictors are held to the same layers: those that lie ``distance`` behind a gate. What is known before the
     iteration (semantic search, popularity, recency) is not told more by the gates that have decided since.
     """
-    archive = MapArchive(store, capacity)
+    archive = MapArchive.of(store, capacity)
     experts, top_k = test.manifest.experts, test.manifest.top_k
     popularity = np.concatenate([request.uses(experts) for request in store.requests]).mean(axis=0)
     found: dict[tuple[str, int], int] = defaultdict(int)
