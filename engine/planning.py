@@ -8,10 +8,11 @@ from functools import cache
 
 import numpy as np
 
+from engine.adaptive_choice import AdaptiveFit
 from engine.errors import BudgetError
 from engine.hardware import Hardware
 from engine.policies import Guided
-from engine.policy_names import POLICIES, PolicyFactory
+from engine.policy_names import POLICIES, SPECULATIVE, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.traces import RoutingTrace, TracedRequest
 
@@ -93,7 +94,8 @@ class Planner:
         self._warm_up = sum(map(len, warm_up))
         self._trace = RoutingTrace(test.manifest, (*warm_up, *test.requests))
         self._hardware = hardware
-        self._factory = cache(lambda d: PolicyFactory(store, self._trace, d, map_capacity, hardware))
+        fit = AdaptiveFit(store)
+        self._factory = cache(lambda d: PolicyFactory(store, self._trace, d, map_capacity, hardware, fit))
 
     @property
     def experts(self) -> int:
@@ -106,7 +108,7 @@ class Planner:
         Raises:
             BudgetError: the budget holds fewer than K experts.
         """
-        built = self._factory(distance).build(policy)
+        built = self._factory(distance).build(policy, capacity)
         outcome = Replay(self._trace, built, self._hardware, capacity, in_place=False).run(self._warm_up)
         has_distance = isinstance(built, Guided) and policy != _WHOLE_ITERATIONS
         return Expectation(policy, distance if has_distance else None, capacity, outcome)
@@ -114,7 +116,8 @@ class Planner:
     def choose(self, distances: Sequence[int], capacity: int) -> Choice:
         """The policy and distance of the least expected stall; of those within 1 % of it the one that moves least."""
         tried: dict[str, list[Expectation]] = {}
-        for name in (policy.name for policy in POLICIES if policy.name not in _KNOW_THE_FUTURE):
+        left_out = {*_KNOW_THE_FUTURE, *(SPECULATIVE if self._trace.manifest.gates is None else ())}
+        for name in (policy.name for policy in POLICIES if policy.name not in left_out):
             first = self.expect(name, capacity, distances[0])
             rest = distances[1:] if first.distance is not None else ()
             tried[name] = [first, *(self.expect(name, capacity, distance) for distance in rest)]
