@@ -70,7 +70,8 @@ class ResidentModel:
                 )
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{source.folder}: transformers cannot load the weights ({error}).") from error
-        _own_experts(model)
+        if chosen.type == "cpu":
+            _own_experts(model)
         try:
             return cls(source, model.to(chosen).eval(), chosen)
         except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ import typer
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from finemoe_cli.console import note, write_json, write_table
-from finemoe_cli.opening import JsonOption, ModelOption, SeedOption, open_prompt_set, open_source
+from finemoe_cli.opening import JsonOption, ModelOption, open_prompt_set, open_source
 from finemoe_cli.quantities import parse_counts, split_list
 from finemoe_cli.settings import NO_STORE, Settings, load_settings
 from finemoe_cli.tables import OutputFormat, write_records
@@ -85,7 +85,10 @@ def bench(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
     ] = None,
-    seed: SeedOption = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", min=0, help="Shuffle the prompts first.", show_default="in order"),
+    ] = None,
     output: OutputOption = OutputFormat.md,
 ) -> None:
     """Measure policies on the live engine, or replay them on recorded routing.
@@ -111,8 +114,8 @@ def bench(
     Examples:
         finemoe bench
         finemoe bench --policies lru,lfu,finemoe --cache 5%,10%,25%,50%
-        finemoe bench --model ./mixtral --cache 12GiB --prompts lmsys -p 32,512 -n 64
-        finemoe bench --store team-maps --states warm -r 5 -o json > records.json
+        finemoe bench --model ./mixtral --cache 12GiB,24GiB -p 32,512 -n 64
+        finemoe bench --store team-maps --states warm -r 5 -o json > r.json
         finemoe bench record routing.parquet --dataset demo --limit 20
         finemoe bench replay routing.parquet --hardware h200/gpt-oss
     """

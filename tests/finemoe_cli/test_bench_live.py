@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.errors import FinemoeError, LosslessError
+from engine.errors import DeviceError, FinemoeError, LosslessError
+from engine.resident import ResidentModel
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
 QUICK = ("-n", "3", "-r", "1", "--store-prompts", "3", "--test-prompts", "2")
@@ -101,13 +102,21 @@ def test_the_table_fits_120_columns(benched: tuple[Path, Outcome]) -> None:
     assert {line.split("|")[4].strip() for line in lines[2:]} == {"8+3", "12+3"}
 
 
-def test_one_token_has_no_tpot_and_other_policies_have_their_states(tmp_path: Path) -> None:
+def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise DeviceError("it takes 94 GiB")
+
+    monkeypatch.setattr(ResidentModel, "open", refuse)
     cells = ("--policies", "lru-layer,moe-infinity,finemoe", "--states", "fresh", "--cache", "20%")
     outcome = run_here(tmp_path, "bench", *cells, *QUICK, "-n", "1", "-o", "jsonl")
     records = [json.loads(line) for line in outcome.stdout.splitlines()]
+    assert "left out: the resident rows, for it takes 94 GiB" in outcome.stderr
+    assert {(record["reference"], record["tokens_equal"]) for record in records} == {("lru", True)}
     states = {record["policy"]: record["store_state"] for record in records}
+    assert "resident" not in states
     assert states["moe-infinity"] == "warm"
     assert states["finemoe"] == "fresh"
+    # One token is the prefill's: there is no decode step to measure.
     assert all(record["tpot_ms"] is record["hit"] is None and record["ttft_ms"] > 0 for record in records)
     assert "left out: lru-layer 20%" not in outcome.stderr
     table = run_here(tmp_path, "bench", "show", "last").stdout
@@ -150,7 +159,7 @@ def test_other_tokens_are_an_error_said_loudly(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ctrl_c_keeps_the_records_that_are_done(start: Starter, tmp_path: Path) -> None:
-    process = start("bench", "--policies", "lru", *QUICK, "-n", "60", "-o", "json")
+    process = start("bench", "--policies", "lru", *QUICK, "-n", "24", "-o", "json")
     wait_for(process, "2/8 resident 100%")
     stdout, stderr = interrupt(process)
     assert "kept: finemoe bench show" in stderr
