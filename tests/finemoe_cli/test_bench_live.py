@@ -123,7 +123,7 @@ def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, m
     assert table.splitlines()[2].split("|")[6].strip() == "-"
 
 
-def test_a_users_store_is_read_and_its_prompts_are_no_tests(warmed: tuple[Path, Outcome], tmp_path: Path) -> None:
+def test_a_users_store_is_only_read(warmed: tuple[Path, Outcome], tmp_path: Path) -> None:
     shutil.copytree(warmed[0] / "home", tmp_path / "home")
     (place,) = (tmp_path / "home" / "stores").iterdir()
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
@@ -132,12 +132,6 @@ def test_a_users_store_is_read_and_its_prompts_are_no_tests(warmed: tuple[Path, 
     warm = next(record for record in records if record["store_state"] == "warm")
     assert (warm["store"], warm["store_maps"]) == (str(place), warmed[1].json["maps"])
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
-
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {n}."}) + "\n" for n in range(6)))
-    run_here(tmp_path, "warm", "--dataset", str(prompts), "--max-new-tokens", "2", "--store", str(place))
-    with pytest.raises(FinemoeError, match="the store has seen them all"):
-        run_here(tmp_path, "bench", *arguments, "--prompts", str(prompts))
 
 
 def test_other_tokens_are_an_error_said_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +153,7 @@ def test_other_tokens_are_an_error_said_loudly(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ctrl_c_keeps_the_records_that_are_done(start: Starter, tmp_path: Path) -> None:
-    process = start("bench", "--policies", "lru", *QUICK, "-n", "24", "-o", "json")
+    process = start("bench", "--policies", "lru", *QUICK, "-n", "12", "-o", "json")
     wait_for(process, "2/8 resident 100%")
     stdout, stderr = interrupt(process)
     assert "kept: finemoe bench show" in stderr
