@@ -74,7 +74,11 @@ def bench(
     distance: Annotated[
         int | None,
         typer.Option(
-            "--distance", metavar="D", min=1, help="Layers between a prefetch and its use.", show_default="the store's"
+            "--distance",
+            metavar="D",
+            min=1,
+            help="Layers between a prefetch and its use.",
+            show_default="profiled, or the store's",
         ),
     ] = None,
     device: Annotated[

@@ -39,7 +39,7 @@ class BenchPlan:
         new_tokens: tokens generated for a prompt.
         repetitions: passes over the tests, each on a freshly opened engine.
         store_prompts, test_prompts: prompts drawn for either side at most.
-        distance: d; None for the store's own, or the default.
+        distance: d; None for the profile's, where there is one of this machine, or else the store's own.
     """
 
     policies: Sequence[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +23,7 @@ from finemoe_cli.bench_prompts import draw_prompts
 from finemoe_cli.bench_stores import BenchStore
 from finemoe_cli.console import note
 from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.profiles import find_profile
 from finemoe_cli.settings import Settings
 from store.bench_runs import BenchRuns
 from store.catalog import Catalog, RunStatus
@@ -56,6 +58,9 @@ class LiveBench:
         device, dtype = choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config)
         self._machine = identify_machine(device, dtype)
         self._versions = {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}}
+        if plan.distance is None and (profile := find_profile(settings, source)) is not None:
+            note(f"profile of this machine: prefetch distance {profile.distance}")
+            plan = replace(plan, distance=profile.distance)
         _check_budgets(plan, source, measure_model(source.config, dtype, source.name))
         if store is None:
             contents = [prompts.identity, seed, plan.store_prompts, max(plan.new_tokens)]

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.devices import choose_dtype
 from engine.engine import Engine
 from engine.errors import DeviceError, FinemoeError, LosslessError
+from engine.hardware import Hardware
+from engine.machine import identify_machine
+from engine.profiles import Profile
 from engine.resident import ResidentModel
+from engine.source import resolve_model
+from store.catalog import Catalog
+from store.profiles import save_profile
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
 QUICK = ("-n", "3", "-r", "1", "--store-prompts", "3", "--test-prompts", "2")
@@ -123,14 +131,27 @@ def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, m
     assert table.splitlines()[2].split("|")[6].strip() == "-"
 
 
-def test_a_users_store_is_only_read(warmed: tuple[Path, Outcome], tmp_path: Path) -> None:
+def save_profile_here(home: Path, distance: int) -> None:
+    """As ``finemoe profile`` would, for the demo model on this machine."""
+    source = resolve_model("demo")
+    machine = identify_machine(torch.device("cpu"), choose_dtype("auto", source.config))
+    hardware = Hardware(1 << 20, 1e10, 1e-5, 1e-3, 1 << 16)
+    catalog = Catalog.open(home)
+    save_profile(catalog, source.fingerprint, "demo", Profile(machine, hardware, "finemoe", distance, "25%", {}))
+    catalog.close()
+
+
+def test_a_users_store_is_only_read_and_the_profile_used(warmed: tuple[Path, Outcome], tmp_path: Path) -> None:
     shutil.copytree(warmed[0] / "home", tmp_path / "home")
+    save_profile_here(tmp_path / "home", distance=2)
     (place,) = (tmp_path / "home" / "stores").iterdir()
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     arguments = ("--store", str(place), "--states", "warm", "--policies", "finemoe", "--cache", "25%", *QUICK)
-    records = json.loads(run_here(tmp_path, "bench", *arguments, "-o", "json").stdout)
+    outcome = run_here(tmp_path, "bench", "--device", "cpu", *arguments, "-o", "json")
+    records = json.loads(outcome.stdout)
+    assert "profile of this machine: prefetch distance 2" in outcome.stderr
     warm = next(record for record in records if record["store_state"] == "warm")
-    assert (warm["store"], warm["store_maps"]) == (str(place), warmed[1].json["maps"])
+    assert (warm["store"], warm["store_maps"], warm["distance"]) == (str(place), warmed[1].json["maps"], 2)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
@@ -187,8 +208,13 @@ def test_ctrl_c_keeps_the_records_that_are_done(start: Starter, tmp_path: Path) 
 def test_bad_values_are_refused_in_a_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(FinemoeError, match=message):
         run_here(tmp_path, "bench", *arguments)
-    runs = json.loads(run_here(tmp_path, "bench", "runs", "--json").stdout)
-    assert runs == []
+
+
+def test_a_benchmark_that_was_refused_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(FinemoeError):
+        run_here(tmp_path, "bench", "--cache", "1%")
+    outcome = run_here(tmp_path, "bench", "runs")
+    assert (outcome.stdout, "no benchmark has been kept" in outcome.stderr) == ("", True)
 
 
 def test_prompts_of_one_side_only_are_refused(tmp_path: Path) -> None:
