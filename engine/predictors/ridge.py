@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.observations import round_half
+
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridges tried, as shares of the inputs' mean variance."""
 
@@ -11,7 +13,7 @@ _HELD_OUT = 5
 
 
 def fit_ridge(inputs: np.ndarray, targets: np.ndarray, strength: float) -> np.ndarray:
-    """Least squares with a ridge: float32 [H + 1, M], the last row the constant.
+    """Least squares with a ridge: float32 [H + 1, M] of float16 precision, the last row the constant.
 
     Args:
         inputs: [N, H].
@@ -34,7 +36,8 @@ def fit_ridge(inputs: np.ndarray, targets: np.ndarray, strength: float) -> np.nd
         gram = centred @ centred.T
         gram[np.diag_indices(count)] += ridge
         slopes = centred.T @ np.linalg.solve(gram, wanted - offset)
-    return np.concatenate([slopes, (offset - mean @ slopes)[None]])
+    slopes = round_half(slopes)
+    return np.concatenate([slopes, round_half(offset - mean @ slopes)[None]])
 
 
 def choose_strength(inputs: np.ndarray, target: np.ndarray) -> float:
