@@ -12,7 +12,7 @@ from engine.cache import ExpertCache
 from engine.chat_template import encode_chat
 from engine.checkpoint import LoadedModel, load_model
 from engine.devices import choose_device, choose_dtype, free_bytes
-from engine.errors import UsageError
+from engine.errors import EngineClosedError, UsageError
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
 from engine.gate_probe import find_gates
@@ -116,6 +116,7 @@ class Engine:
         self._executor = HostDrivenExecutor(loaded.model, loaded.layers, self._transfers, self._observer, accumulation)
         self._executor.attach()
         self._observer.attach()
+        self._closed = False
         self._loop = TokenLoop(
             loaded.model,
             self.tokenizer,
@@ -202,11 +203,17 @@ class Engine:
         first_sequence: int | None = None,
         replies: Sequence[Sequence[int]] | None = None,
     ) -> Generator[Step, None, None]:
-        """Answer a batch of prompts; see ``TokenLoop.generate``."""
+        """Answer a batch of prompts; see ``TokenLoop.generate``.
+
+        Raises:
+            EngineClosedError: the engine has been closed, before or meanwhile.
+        """
+        self._require_open()
         for step in self._loop.generate(prompts, settings, first_sequence, replies):
             if self._matcher is not None:
                 self._matcher.check()
             yield step
+            self._require_open()
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -224,11 +231,16 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's threads and detach from the model; idempotent."""
+        self._closed = True
         self._observer.detach()
         self._executor.detach()
         if self._matcher is not None:
             self._matcher.close()
         self._transfers.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed: open the model again to generate")
 
     def __enter__(self) -> Engine:
         return self

@@ -47,6 +47,14 @@ class DatasetError(FinemoeError):
         self.line = line
 
 
+class EngineClosedError(FinemoeError):
+    """The engine has been closed and generates no more."""
+
+
+class GenerationError(FinemoeError):
+    """The model's logits are no numbers to choose a token by."""
+
+
 class TransferError(FinemoeError):
     """Copying an expert to the device failed."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.errors import UsageError
+from engine.errors import GenerationError, UsageError
 from engine.steps import GenerationSettings
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
@@ -21,6 +21,8 @@ def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
 
     Raises:
         UsageError: a setting outside its range.
+
+    The function raises GenerationError where the logits are not finite and have to be drawn from.
     """
     _check(settings)
     if settings.temperature == 0:
@@ -41,6 +43,12 @@ def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
 
     def sample(logits: torch.Tensor) -> torch.Tensor:
         probabilities = warpers(no_ids, logits.float()).softmax(dim=-1)
+        # A drawing from NaN fails without saying so on a CPU, and takes the device with it on a GPU.
+        if not probabilities.isfinite().all():
+            raise GenerationError(
+                "the model's logits are not finite: no token can be drawn; another --dtype may help, such as float32, "
+                "or its weights are damaged"
+            )
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
     return sample

@@ -21,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = _run(arguments)
         except BrokenPipeError:
-            # What is still buffered has no reader; without this the interpreter complains while it exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_stdout_up()
             code = 1
         # Nothing is left to save: a Ctrl-C while the interpreter tears down its threads just ends it. One that has
         # arrived by now, but was not seen yet, is raised by this very call.
@@ -37,7 +36,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     # Imported here so that Ctrl-C during the first imports is caught as well.
     from engine.errors import FinemoeError, UsageError
     from finemoe_cli.app import CommandLineError, run_command
-    from finemoe_cli.console import report_error
+    from finemoe_cli.console import OutputError, report_error, write
 
     # A shell's <&- or >&- leaves None: nothing to read, and nobody who reads.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -48,12 +47,14 @@ def _run(arguments: Sequence[str] | None) -> int:
             stream.reconfigure(errors="replace")
     try:
         code = run_command(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
+        write("")
         return code
     except CommandLineError as error:
         report_error(str(error))
         return 2
     except FinemoeError as error:
+        if isinstance(error, OutputError):
+            _give_stdout_up()
         if os.environ.get("FINEMOE_DEBUG") == "1":
             raise
         report_error(str(error))
@@ -65,6 +66,11 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         report_error(f"unexpected {type(error).__name__}: {error} (FINEMOE_DEBUG=1 shows where)")
         return 1
+
+
+def _give_stdout_up() -> None:
+    # What is still buffered cannot be written; without this the interpreter complains while it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

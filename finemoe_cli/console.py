@@ -10,9 +10,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import FinemoeError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+
+class OutputError(FinemoeError):
+    """The result cannot be written to stdout, as where its disk is full."""
 
 
 @cache
@@ -34,9 +40,19 @@ def report_error(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """Write a piece of the result as it is, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write a piece of the result as it is, at once.
+
+    Raises:
+        OutputError: stdout does not take it.
+        BrokenPipeError: its reader has left.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"stdout: {error.strerror}; the result is incomplete") from error
 
 
 def write_json(value: Any) -> None:

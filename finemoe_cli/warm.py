@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import DatasetError, UsageError
+from engine.errors import DatasetError, PromptError, UsageError
 from finemoe_cli.console import note, progress, write_json, write_table
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.opening import (
@@ -27,7 +27,7 @@ from finemoe_cli.opening import (
     open_store,
 )
 from finemoe_cli.settings import load_settings
-from finemoe_cli.warming import WarmCounts, Warming, iterate_prompts
+from finemoe_cli.warming import WarmCounts, Warming, WarmPrompt, iterate_prompts
 
 if TYPE_CHECKING:
     from engine.steps import GenerationSettings
@@ -50,7 +50,7 @@ def warm(
     seed: SeedOption = None,
     store: StoreOption = None,
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Pass over unreadable rows instead of stopping at the first.")
+        bool, typer.Option("--skip-bad", help="Pass over unreadable rows, and prompts that the chat template refuses.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -81,6 +81,9 @@ def warm(
         skipped.append(error)
         note(f"skipped: {error}")
 
+    def pass_over(prompt: WarmPrompt, error: PromptError) -> None:
+        note(f"skipped: a prompt of conversation {prompt.row + 1}: {error}")
+
     prompts = open_prompt_set(dataset, limit, seed, skip if skip_bad else None)
     source = open_source(settings)
     if source.context_length is not None and max_new_tokens >= source.context_length:
@@ -107,7 +110,8 @@ def warm(
                 note(f"going on after {run.completed} prompts that are done")
             with open_engine(settings, source, maps) as engine, interrupt:
                 note(describe_budget(engine, settings.cache.text))
-                warming = Warming(engine, maps, _greedy(max_new_tokens), batch, counts)
+                refused = pass_over if skip_bad else None
+                warming = Warming(engine, maps, _greedy(max_new_tokens), batch, counts, refused)
                 # Closed while the engine is open, whatever ends the display: its last act is a commit.
                 with closing(warming.run(chain([first], remaining), interrupt)) as steps:
                     _follow(steps, prompts.count)
@@ -123,6 +127,7 @@ def warm(
             "resumed_from": run.completed,
             "completed": counts.completed,
             "prompts": counts.prompts,
+            "prompts_refused": counts.refused,
             "prompts_shortened": counts.shortened,
             "prompts_per_second": counts.prompts_per_second,
             "tokens": counts.tokens,
@@ -166,10 +171,11 @@ def _follow(progress_of: Iterator[WarmCounts], rows: int | None) -> None:
 
 def _as_text(report: dict[str, Any]) -> dict[str, str]:
     shortened = f", {report['prompts_shortened']} cut to the context" if report["prompts_shortened"] else ""
+    refused = f", {report['prompts_refused']} refused by the chat template" if report["prompts_refused"] else ""
     skipped = f", {report['rows_skipped']} rows skipped" if report["rows_skipped"] else ""
     return {
         "data set": report["dataset"] + skipped,
-        "prompts": f"{report['prompts']} now, {report['completed']} in all{shortened}",
+        "prompts": f"{report['prompts']} now, {report['completed']} in all{refused}{shortened}",
         "speed": f"{report['prompts_per_second']:.2f} prompts/s, {report['tokens']:,} tokens generated",
         "maps kept": f"{report['maps_kept']:,}",
         "maps replaced": f"{report['maps_replaced']:,} as redundant",

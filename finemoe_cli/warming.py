@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
+from engine.errors import PromptError
 from finemoe_cli.interrupts import Interruptible
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ class WarmCounts:
     """How far a warm run is.
 
     Attributes:
-        completed: prompts whose maps are safe in the store, those of earlier processes included.
+        completed: prompts whose maps are safe in the store, those of earlier processes and refused ones included.
         row: conversations of the prompt set begun.
         prompts: prompts answered by this process.
+        refused: prompts passed over, for the model's chat template does not take them.
         shortened: those of them that lost their beginning to the model's context.
         tokens: tokens generated for them.
         maps_kept: maps committed to the store.
@@ -48,6 +49,7 @@ class WarmCounts:
     completed: int = 0
     row: int = 0
     prompts: int = 0
+    refused: int = 0
     shortened: int = 0
     tokens: int = 0
     maps_kept: int = 0
@@ -61,13 +63,19 @@ class WarmCounts:
 
 @dataclass
 class Warming:
-    """Warms one store with one engine. ``counts`` begins with the prompts completed by earlier processes."""
+    """Warms one store with one engine.
+
+    Attributes:
+        counts: begin with the prompts completed by earlier processes.
+        on_refusal: told of each prompt that the chat template refuses, which is then passed over; None to stop there.
+    """
 
     engine: Engine
     maps: ExpertMapStore
     settings: GenerationSettings
     batch: int
     counts: WarmCounts
+    on_refusal: Callable[[WarmPrompt, PromptError], None] | None = None
 
     def __post_init__(self) -> None:
         self._earlier = self.counts.completed
@@ -77,13 +85,17 @@ class Warming:
 
         Stops between two tokens once ``interrupt`` is requested. Whatever ends it, the maps of all batches
         that are done have been committed by then.
+
+        Raises:
+            PromptError: the chat template refuses a prompt, and ``on_refusal`` is None.
         """
         began = committed = time.monotonic()
         remaining = iter(prompts)
         try:
-            while batch := list(islice(remaining, self.batch)):
-                if not self._answer(batch, interrupt):
+            while batch := self._gather(remaining):
+                if not self._answer([encoded for encoded in batch if encoded is not None], interrupt):
                     return
+                self.counts.refused += batch.count(None)
                 if self.maps.pending >= COMMIT_MAPS or time.monotonic() - committed >= COMMIT_SECONDS:
                     self._commit()
                     committed = time.monotonic()
@@ -93,24 +105,44 @@ class Warming:
             self._commit()
             self.counts.seconds = time.monotonic() - began
 
-    def _answer(self, batch: list[WarmPrompt], interrupt: Interruptible) -> bool:
+    def _gather(self, prompts: Iterator[WarmPrompt]) -> list[list[int] | None]:
+        """Token ids of the next batch; a refused prompt is None and ends it, for sequences are numbered in a row."""
+        batch: list[list[int] | None] = []
+        for prompt in prompts:
+            self.counts.row = prompt.row + 1
+            try:
+                batch.append(self._encode(prompt))
+            except PromptError as error:
+                if self.on_refusal is None:
+                    raise
+                self.on_refusal(prompt, error)
+                batch.append(None)
+            if len(batch) == self.batch or batch[-1] is None:
+                break
+        return batch
+
+    def _answer(self, encoded: list[list[int]], interrupt: Interruptible) -> bool:
         """Generate for one batch; False if it was cut short."""
-        encoded = [self._encode(prompt) for prompt in batch]
-        first = self._earlier + self.counts.prompts
+        if not encoded:
+            return True
+        first = self._done
         tokens = 0
         with closing(self.engine.generate(encoded, self.settings, first_sequence=first)) as steps:
             for step in steps:
                 if interrupt.requested:
                     return False
                 tokens += sum(token is not None for token in step.token_ids)
-        self.counts.prompts += len(batch)
+        self.counts.prompts += len(encoded)
         self.counts.tokens += tokens
-        self.counts.row = batch[-1].row + 1
         return True
+
+    @property
+    def _done(self) -> int:
+        return self._earlier + self.counts.prompts + self.counts.refused
 
     def _commit(self) -> None:
         self.engine.drain()
-        done = self._earlier + self.counts.prompts
+        done = self._done
         report = self.maps.flush(completed=done)
         self.counts.completed = done
         self.counts.maps_kept += report.kept

@@ -10,7 +10,7 @@ import torch
 
 from engine.budget import ExpertBudget
 from engine.engine import Engine
-from engine.errors import BudgetError, DeviceError, PromptError, UnsupportedModelError, UsageError
+from engine.errors import BudgetError, DeviceError, EngineClosedError, PromptError, UnsupportedModelError, UsageError
 from engine.source import ModelSource, resolve_model
 from engine.steps import GenerationSettings, Step, summarize
 from store.index import ResidentIndex
@@ -147,6 +147,17 @@ def test_prompts_that_cannot_be_answered_are_refused(engine: Engine) -> None:
         next(engine.generate([[]], GenerationSettings()))
     with pytest.raises(PromptError, match=r"2,048 tokens.*2,048"):
         next(engine.generate([[5] * 2048], GenerationSettings()))
+
+
+def test_a_closed_engine_generates_no_more(source: ModelSource) -> None:
+    engine = Engine.open(source, cache=ExpertBudget.parse("25%"), device="cpu")
+    running = engine.generate([[5, 6, 7]], GenerationSettings(max_new_tokens=4))
+    next(running)
+    engine.close()
+    with pytest.raises(EngineClosedError, match="open the model again"):
+        next(running)
+    with pytest.raises(EngineClosedError, match="open the model again"):
+        next(engine.generate([[5, 6, 7]], GenerationSettings(max_new_tokens=4)))
 
 
 def test_a_tokenizer_without_a_template_gets_the_turns_as_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import UsageError
+from engine.errors import GenerationError, UsageError
 from engine.sampling import make_sampler
 from engine.steps import GenerationSettings
 
@@ -70,3 +70,10 @@ def test_settings_out_of_range_are_refused(settings: GenerationSettings) -> None
 def test_the_lowest_temperature_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 9000.0, 8999.0]])
     assert make_sampler(GenerationSettings(temperature=1e-30, seed=2**64 - 1), CPU)(logits).tolist() == [1]
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_named(damage: float) -> None:
+    logits = torch.tensor([[0.5, damage, 0.1]])
+    with pytest.raises(GenerationError, match="logits are not finite"):
+        make_sampler(GenerationSettings(temperature=0.7, top_k=2, seed=1), CPU)(logits)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from engine.errors import DatasetError, UsageError
+from engine.errors import DatasetError, PromptError, UsageError
 from engine.prompts import open_prompts
+from engine.source import resolve_model
 from finemoe_cli.warming import iterate_prompts
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
@@ -86,6 +88,26 @@ def test_a_bad_row_stops_the_run_and_keeps_what_is_done(tmp_path: Path) -> None:
     assert "skipped: " in rest.stderr
     assert "line 3" in rest.stderr
     assert (rest.json["resumed_from"], rest.json["completed"], rest.json["rows_skipped"]) == (2, 3, 1)
+
+
+def test_prompts_that_the_chat_template_refuses_stop_the_run_or_are_passed_over(tmp_path: Path) -> None:
+    model = tmp_path / "strict"
+    shutil.copytree(resolve_model("demo").folder, model)
+    template = model / "chat_template.jinja"
+    refusal = "{% if 'secret' in messages[0]['content'] %}{{ raise_exception('no secrets') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    prompts = write_prompts(tmp_path, "One.", "Two.", "A secret.", "Four.", "Five.")
+    command = ("warm", "--model", str(model), "--dataset", prompts, *QUICK)
+    with pytest.raises(PromptError, match="refuses the conversation: no secrets"):
+        run_here(tmp_path, *command)
+    first = run_here(tmp_path, *command, "--skip-bad", "--limit", "3", "--batch", "4")
+    assert "skipped: a prompt of conversation 3: the model's chat template refuses" in first.stderr
+    assert first.json["completed"] == 3
+    rest = run_here(tmp_path, *command, "--skip-bad", "--batch", "4").json
+    assert (rest["resumed_from"], rest["completed"], rest["prompts"]) == (3, 5, 2)
+    one_by_one = run_here(tmp_path / "other", *command, "--skip-bad").json
+    assert (one_by_one["prompts"], one_by_one["prompts_refused"], one_by_one["completed"]) == (4, 1, 5)
+    assert one_by_one["maps"] == rest["maps"]
 
 
 def test_seed_shuffles(tmp_path: Path) -> None:
