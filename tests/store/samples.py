@@ -1,11 +1,14 @@
-"""Records, fingerprints and a float64 reference that the tests of the store share."""
+"""Records, fingerprints, stores and a float64 reference that the tests of the store share."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
 from engine.fingerprint import ModelFingerprint
 from engine.records import IterationRecord
+from store.expert_map_store import ExpertMapStore
 from store.rows import MapRows
 
 LAYERS, EXPERTS, HIDDEN = 6, 8, 16
@@ -74,3 +77,26 @@ def redundancies(newcomers: MapRows, stored: MapRows, distance: int) -> np.ndarr
     semantic = cosines(newcomers.embeddings, stored.embeddings)
     trajectory = prefix_cosines(newcomers.maps, stored.maps, layers)
     return distance / layers * semantic + (layers - distance) / layers * trajectory
+
+
+def open_store(home: Path, **options) -> ExpertMapStore:
+    """Open the sample model's store."""
+    return ExpertMapStore.open(home, options.pop("fingerprint", make_fingerprint()), **options)
+
+
+def contents(store: ExpertMapStore) -> dict[str, tuple[bytes, bytes]]:
+    """Map and search vector of every key, to the bit."""
+    index = store.index
+    return {
+        key: (index.probabilities(row).tobytes(), index.semantic_scores(np.eye(HIDDEN))[:, row].tobytes())
+        for row, key in enumerate(index.keys)
+    }
+
+
+def warm(home: Path, count: int, first: int = 0, **options) -> dict[str, tuple[bytes, bytes]]:
+    """Keep ``count`` sample maps in a store; return its contents."""
+    with open_store(home, **options) as store:
+        store.begin_run("warm", "prompts")
+        store.publish(make_records(count, first))
+        store.flush(count)
+        return contents(store)
