@@ -28,7 +28,7 @@ from tests.engine.tiny_models import TINY_FAMILIES, build_tiny_model
 TEXT = "The river bends where the old mill stood; people came from every village with carts, dogs and gossip. "
 # Of a whole batch, which decodes what its prompts would alone; a single prompt needs few to show a wrong prefill.
 NEW_TOKENS = {"demo": 64, **dict.fromkeys(MINIS, 8)}
-ALONE = 8
+ALONE = 4
 
 
 def prompt_ids(source: ModelSource, engine: Engine, count: int, skip: int = 0) -> list[int]:
