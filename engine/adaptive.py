@@ -27,11 +27,13 @@ class AdaptiveSettings:
         discount: what an expert loses of its worth with each token until its use; one of ``DISCOUNTS``.
         threshold: probability from which an expert is fetched ahead; above 1 none is.
         depth: layers fetched ahead at most.
+        price: what a copy that nobody waits for has to gain, see ``ExpectedUse``.
     """
 
     discount: float
     threshold: float
     depth: int
+    price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,26 +43,30 @@ class AdaptivePlan:
     Attributes:
         settings: None for plain LRU, where nothing was found to beat it.
         hardware: what copies and layers take, if that is known.
+        capacity: experts there is room for, if that is known.
     """
 
     predictors: FittedPredictors
     settings: AdaptiveSettings | None
     hardware: Hardware | None
+    capacity: int | None
 
 
 class Adaptive:
     """Expected use decides evictions; what is known of the current token raises it, never lowers it, and is fetched.
 
     Several sequences of a batch count as one that uses whatever any of them does. What cannot arrive in time is not
-    sent, where ``hardware`` tells.
+    sent, where ``hardware`` tells; nor what would make the bytes moved exceed recency's, where ``capacity`` is known.
     """
 
     per_layer = False
     library_scores = NOT_SEARCHED
 
-    def __init__(self, predictors: FittedPredictors, settings: AdaptiveSettings, hardware: Hardware | None) -> None:
+    def __init__(
+        self, predictors: FittedPredictors, settings: AdaptiveSettings, hardware: Hardware | None, capacity: int | None
+    ) -> None:
         layers, experts = predictors.knowledge.popularity.shape
-        self._rule = ExpectedUse(layers, experts, settings.discount)
+        self._rule = ExpectedUse(layers, experts, settings.discount, settings.price, capacity)
         self.rule: EvictionRule = self._rule
         self.needs_gate_inputs = predictors.reads_gate_inputs
         self._predictors = predictors
@@ -113,6 +119,8 @@ class Adaptive:
 
     def _fetch(self, likely: np.ndarray, first: int) -> Offers:
         """Absent experts of layers ``first`` and on, likely enough [D, J], as many as the link can deliver."""
+        if not self._rule.has_allowance:
+            return NOTHING
         experts = likely.shape[1]
         absent = self._rule.absent
         ahead, found = np.nonzero(likely >= self._settings.threshold)
@@ -136,10 +144,11 @@ class PreparedAdaptive:
         layers: int,
         experts: int,
         hardware: Hardware,
+        capacity: int | None,
         settings: AdaptiveSettings,
         forecast: Callable[[TracedRequest, float], Forecast],
     ) -> None:
-        self._rule = ExpectedUse(layers, experts, settings.discount)
+        self._rule = ExpectedUse(layers, experts, settings.discount, settings.price, capacity)
         self.rule: EvictionRule = self._rule
         self._layers = layers
         self._experts = experts
@@ -195,6 +204,8 @@ class PreparedAdaptive:
         return offers
 
     def _fetch(self, likely: list[Prefetch], now: int) -> Offers:
+        if not likely or not self._rule.has_allowance:
+            return NOTHING
         absent = self._rule.absent
         wanted = [prefetch for prefetch in likely if absent[prefetch.key]]
         return select_deliverable(wanted, now, self._hardware) if wanted else NOTHING

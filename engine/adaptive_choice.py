@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, cached_property
+from typing import Any
 
 from engine.adaptive import AdaptivePlan, AdaptiveSettings, PreparedAdaptive
 from engine.eviction import LeastRecentlyUsed
+from engine.expected_use import BYTES_ALLOWED
 from engine.hardware import Hardware
 from engine.policies import PreparedOnDemand, PreparedPolicy
 from engine.predictors.fitted import DISCOUNTS, FittedPredictors, Forecast
@@ -19,14 +21,12 @@ NEVER = 2.0
 """A threshold that no probability reaches: evict by expected use, fetch nothing ahead."""
 
 THRESHOLDS = (NEVER, 0.25, 0.4, 0.55, 0.7, 0.85)
-BYTES_ALLOWED = 1.03
-"""Bytes moved, as a multiple of LRU's, up to which a candidate is taken; its test may come out a little higher."""
-
 _MIDDLE = AdaptiveSettings(discount=0.75, threshold=0.55, depth=DEPTH)
 _STORE_SHARE = 0.7
 _ITERATIONS = 600
 _WARM_UP = 100
 _FEWEST = 4
+_PRICES = (0.0, 0.1, 0.3, 0.6)
 
 
 class AdaptiveFit:
@@ -50,7 +50,7 @@ class AdaptiveFit:
         settings: AdaptiveSettings | None = _MIDDLE
         if hardware is not None and capacity is not None:
             settings = self.settings(hardware, capacity, in_place)
-        return AdaptivePlan(self.predictors, settings, hardware)
+        return AdaptivePlan(self.predictors, settings, hardware, capacity)
 
     @cached_property
     def _trial(self) -> _Trial:
@@ -70,8 +70,9 @@ class AdaptiveFit:
             outcome = self._trial.replay(settings, hardware, capacity, in_place)
             return (max(outcome.bytes_moved - allowed, 0.0), outcome.tpot_seconds)
 
-        best = min(_by_threshold(), key=cost)
-        best = min((best, *_around(best)), key=cost)
+        best = _MIDDLE
+        for tried in _coordinates(in_place):
+            best = min((replace(best, **change) for change in tried), key=cost)
         return best if cost(best) < (0.0, recency.tpot_seconds) else None
 
 
@@ -93,22 +94,19 @@ class _Trial:
 
     def _replay(self, settings: AdaptiveSettings, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
         manifest = self._test.manifest
-        policy = PreparedAdaptive(manifest.layers, manifest.experts, hardware, settings, self._forecast)
+        policy = PreparedAdaptive(manifest.layers, manifest.experts, hardware, capacity, settings, self._forecast)
         return self._run(policy, hardware, capacity, in_place)
 
     def _run(self, policy: PreparedPolicy, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
         return Replay(self._test, policy, hardware, capacity, in_place).run(_WARM_UP)
 
 
-def _by_threshold() -> Iterator[AdaptiveSettings]:
-    return (replace(_MIDDLE, threshold=threshold) for threshold in THRESHOLDS)
-
-
-def _around(settings: AdaptiveSettings) -> Iterator[AdaptiveSettings]:
-    """All discounts, and a lesser depth where anything is fetched."""
-    yield from (replace(settings, discount=discount) for discount in DISCOUNTS)
-    if settings.threshold < NEVER:
-        yield replace(settings, depth=2)
+def _coordinates(in_place: bool) -> Iterator[list[dict[str, Any]]]:
+    """What is tried one after the other, each around the best so far."""
+    yield [{"threshold": threshold} for threshold in THRESHOLDS]
+    if in_place:
+        yield [{"price": price} for price in _PRICES]
+    yield [{"discount": discount} for discount in DISCOUNTS]
 
 
 def _first(trace: RoutingTrace, iterations: int) -> RoutingTrace:

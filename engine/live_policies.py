@@ -106,7 +106,7 @@ def _adaptive(name: str, inputs: PolicyInputs) -> Policy:
         plan = AdaptiveFit(inputs.history).plan(None)
     if plan.settings is None:
         return OnDemand(LeastRecentlyUsed(inputs.layers * inputs.experts))
-    return Adaptive(plan.predictors, plan.settings, plan.hardware)
+    return Adaptive(plan.predictors, plan.settings, plan.hardware, plan.capacity)
 
 
 def _future(name: str, inputs: PolicyInputs) -> RoutingTrace:

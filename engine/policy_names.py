@@ -128,7 +128,9 @@ class PolicyFactory:
         settings = self._fit.plan(self._hardware, capacity, in_place).settings
         if settings is None:
             return PreparedOnDemand(LeastRecentlyUsed(manifest.keys))
-        return PreparedAdaptive(manifest.layers, manifest.experts, self._hardware, settings, self._fit.forecast)
+        return PreparedAdaptive(
+            manifest.layers, manifest.experts, self._hardware, capacity, settings, self._fit.forecast
+        )
 
     def _speculative(self, name: str, distance: int) -> PreparedPolicy:
         manifest = self._test.manifest

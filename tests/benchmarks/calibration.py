@@ -4,7 +4,7 @@
 
 The trace's requests are divided by the hash of their numbers: 49 % fill the store and fit maps and mixes, 21 %
 calibrate each predictor by itself, 30 % are tested. The error is the mean gap between probability and frequency over 15
-bins, at most 0.05 of the mix being asked for; gap is the largest of the bins with a thousandth of the cases. The losses,
+bins, at most 0.05 of the mix being asked for; gap is the largest of bins with a thousandth of the cases. The losses,
 in nats, say how much each predictor knows.
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.adaptive import Adaptive, AdaptiveSettings, PreparedAdaptive
-from engine.adaptive_choice import BYTES_ALLOWED, AdaptiveFit
+from engine.adaptive_choice import AdaptiveFit
 from engine.expected_use import ExpectedUse, raise_values
 from engine.hardware import Hardware
 from engine.observations import ObservedGate, ObservedIteration
@@ -40,6 +40,31 @@ def test_the_rule_knows_what_is_absent() -> None:
     assert rule.absent == [True, True, False]
 
 
+def test_a_price_is_asked_of_what_is_absent() -> None:
+    rule = ExpectedUse(1, 2, discount=1.0, price=0.25)
+    rule.worth[:] = 0.5
+    rule.record_load(0)
+    assert [rule.values(np.array([key]))[0] for key in (0, 1)] == [0.5, 0.25]
+    assert rule.speculative_value(1, 0.9) == 0.25
+
+
+def test_the_allowance_is_what_recency_would_have_missed() -> None:
+    rule = ExpectedUse(1, 4, discount=1.0, capacity=2)
+    rule.record_use([0])
+    rule.record_use([1])
+    assert rule.has_allowance
+    for key in (0, 1):
+        rule.record_load(key)
+    assert not rule.has_allowance
+    # Recency has 0 and 1: only 2 is missed.
+    rule.record_use([0])
+    rule.record_use([1])
+    assert not rule.has_allowance
+    rule.record_use([2])
+    assert rule.has_allowance
+    assert ExpectedUse(1, 4, discount=1.0).has_allowance
+
+
 def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
     # Value 0.5 of which 0.2 is the next visit: 0.8 of the time the rest, 0.375, remains.
     values, upcoming = np.array([0.5, 0.5, 0.5]), np.array([0.2, 0.2, 0.2])
@@ -51,8 +76,8 @@ def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
 def test_both_forms_decide_alike(capacity: int) -> None:
     store, test = gated_trace(10, 30, seed=1), gated_trace(4, 30, seed=2)
     predictors = fit_predictors(store, depth=3)
-    prepared = PreparedAdaptive(4, 8, MACHINE, SETTINGS, predictors.forecast)
-    live = Streamed(Adaptive(predictors, SETTINGS, MACHINE), 8)
+    prepared = PreparedAdaptive(4, 8, MACHINE, capacity, SETTINGS, predictors.forecast)
+    live = Streamed(Adaptive(predictors, SETTINGS, MACHINE, capacity), 8)
     assert replay(test, prepared, capacity) == replay(test, live, capacity)
 
 
@@ -67,7 +92,7 @@ def test_sequences_of_a_batch_are_guided_together() -> None:
     settings = replace(SETTINGS, threshold=0.0)
 
     def offers(rows: list[int]) -> list[dict[int, float]]:
-        policy = Adaptive(predictors, settings, None)
+        policy = Adaptive(predictors, settings, None, None)
         embeddings = np.stack([requests[r].embeddings[0] for r in rows])
         said = [policy.begin(ObservedIteration(0, "decode", tuple(rows), embeddings))]
         maps, uses = (np.stack([f(requests[r])[0] for r in rows]) for f in (lambda q: q.maps(8), lambda q: q.uses(8)))
@@ -105,7 +130,6 @@ def test_adaptive_does_not_lose_to_recency_on_a_random_walk(capacity: int, in_pl
 
 def test_settings_are_chosen_on_the_store_alone() -> None:
     fit = AdaptiveFit(sample_trace(12, 40, seed=1))
-    assert BYTES_ALLOWED <= 1.05
     assert fit.settings(MACHINE, 16, False) == AdaptiveFit(sample_trace(12, 40, seed=1)).settings(MACHINE, 16, False)
 
 
