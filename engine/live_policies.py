@@ -21,11 +21,11 @@ from engine.traces import RoutingTrace
 
 DEFAULT_DISTANCE = 3
 
-SEARCHING = frozenset({"map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq", "adaptive"})
+SEARCHING = frozenset({"map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq"})
 """Policies that search a library of expert maps."""
 
-COUNTING = frozenset({"moe-infinity", "hit-count"})
-"""Policies that count what earlier requests used."""
+TAUGHT = frozenset({"moe-infinity", "hit-count", "adaptive"})
+"""Policies that are taught by the routing of earlier requests, once, before they run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from engine.benchmarking import BenchLibrary, Generating, StoreState, Workload, answer_prompts, tokens_of
-from engine.budget import ExpertBudget
-from engine.checkpoint import LoadedModel, load_model
-from engine.devices import choose_device, choose_dtype, release_memory
+from engine.devices import release_memory
 from engine.engine import Engine
-from engine.errors import BudgetError, DeviceError
+from engine.errors import BudgetError, DeviceError, UnsupportedModelError
+from engine.live_policies import SEARCHING
 from engine.measures import measure_requests
-from engine.records import ExpertMapLibrary
 from engine.resident import ResidentModel
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step
-from engine.trace_files import TraceWriter, read_trace
-from engine.traces import RoutingTrace, TraceManifest
+from engine.traces import RoutingTrace
+from finemoe_cli.bench_engines import RECORDED, BenchEngines
 from finemoe_cli.bench_plan import BenchPlan, Cell
 from finemoe_cli.bench_prompts import BenchPrompts
-from finemoe_cli.bench_records import Row, make_record
+from finemoe_cli.bench_records import Row, describe_knowledge, make_record
 from finemoe_cli.bench_stores import BenchStore
-from finemoe_cli.console import note, progress, report_error
+from finemoe_cli.console import note, report_error
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.settings import Settings
 from store.bench_runs import BenchRecord
 
 EAGER = "resident-eager"
 RESIDENT = "resident"
-RECORDED = "lru"
 _EVERYTHING = "100%"
 _FILL_BATCH = 4
+_LEAST_ANSWER = 16
+"""Tokens of an answer on the store's side, however short those of the tests: a store of prefills alone says little."""
 
 Pass = list[list[Step]]
 """The steps of every test of one repetition."""
@@ -56,6 +53,7 @@ class LiveGrid:
         prompts: BenchPrompts,
         store: BenchStore,
         identity: Mapping[str, Any],
+        engines: BenchEngines,
         interrupt: Interruptible,
     ) -> None:
         self.reference = EAGER
@@ -67,8 +65,7 @@ class LiveGrid:
         self._store = store
         self._identity = identity
         self._interrupt = interrupt
-        self._device = choose_device(settings.device.text)
-        self._history: RoutingTrace | None = None
+        self._engines = engines
         self._futures: dict[Workload, RoutingTrace] = {}
         self._expected: dict[Workload, list[list[int | None]]] = {}
         self._measured = 0
@@ -80,32 +77,22 @@ class LiveGrid:
             KeyboardInterrupt: between two tokens, once the interrupt is requested.
         """
         yield from self._measure_residents()
-        loaded = self._load()
-        with tempfile.TemporaryDirectory(prefix="finemoe-bench-") as folder:
-            self._prepare(loaded, Path(folder))
+        self._prepare()
         for workload in self._prompts.workloads:
             for cell in self._plan.cells:
-                record = self._measure_cell(loaded, cell, workload)
+                record = self._measure_cell(cell, workload)
                 if record is not None:
                     yield record
 
-    def _load(self) -> LoadedModel:
-        """The model that all engines share, one after the other."""
-        with progress() as display:
-            task = display.add_task(f"loading {self._source.name}", total=None)
-            return load_model(
-                self._source,
-                self._device,
-                choose_dtype(self._settings.dtype.text, self._source.config),
-                lambda done, total: display.update(task, completed=done, total=total),
-            )
-
-    def _prepare(self, loaded: LoadedModel, folder: Path) -> None:
+    def _prepare(self) -> None:
         """Fill a temporary store, and record the routing that policies are told beforehand."""
+        origin = f"recorded from {self._prompts.dataset}"
+        largest = max(self._plan.caches, key=lambda cache: (cache.share or 0, cache.size or 0))
         fill = self._plan.needs_maps and self._store.is_temporary
         if fill or self._plan.needs_history:
             note(f"answering {len(self._prompts.store)} prompts of the store's side")
-            self._history = self._record_routing(loaded, folder, self._fill, self._store.maps if fill else None)
+            library = self._store.maps if fill else None
+            self._engines.history = self._engines.record(origin, largest, self._fill, library, self._plan.policies)
         for workload in self._prompts.workloads:
             note(f"recording the routing of {_describe(workload)}")
 
@@ -113,22 +100,10 @@ class LiveGrid:
                 requests = answer_prompts(engine, workload.prompts, workload.new_tokens, self._poll)
                 self._expected.setdefault(workload, tokens_of(requests[len(workload.warm_up) :]))
 
-            self._futures[workload] = self._record_routing(loaded, folder, answer, None)
-
-    def _record_routing(
-        self, loaded: LoadedModel, folder: Path, answer: Callable[[Engine], None], library: ExpertMapLibrary | None
-    ) -> RoutingTrace:
-        path = folder / "routing.parquet"
-        largest = max(self._plan.caches, key=lambda cache: (cache.share or 0, cache.size or 0))
-        with (
-            TraceWriter(path, _manifest(self._source, self._prompts.dataset)) as writer,
-            self._open(loaded, RECORDED, largest, library=library, trace=writer) as engine,
-        ):
-            answer(engine)
-        return read_trace(path)
+            self._futures[workload] = self._engines.record(origin, largest, answer)
 
     def _fill(self, engine: Engine) -> None:
-        settings = GenerationSettings(max_new_tokens=max(self._plan.new_tokens))
+        settings = GenerationSettings(max_new_tokens=max(_LEAST_ANSWER, *self._plan.new_tokens))
         prompts = self._prompts.store
         for start in range(0, len(prompts), _FILL_BATCH):
             with closing(engine.generate(prompts[start : start + _FILL_BATCH], settings)) as steps:
@@ -154,32 +129,22 @@ class LiveGrid:
                 row = Row(name, None, _EVERYTHING, executor, model.expert_bytes, shape.layers * shape.experts, None)
                 yield self._record(row, workload, passes)
         del model
-        release_memory(self._device)
+        release_memory(self._engines.device)
 
-    def _measure_cell(self, loaded: LoadedModel, cell: Cell, workload: Workload) -> BenchRecord | None:
+    def _measure_cell(self, cell: Cell, workload: Workload) -> BenchRecord | None:
         try:
-            rows, passes = zip(
-                *(self._repeat(loaded, cell, workload) for _ in range(self._plan.repetitions)), strict=True
-            )
-        except BudgetError as error:
+            rows, passes = zip(*(self._repeat(cell, workload) for _ in range(self._plan.repetitions)), strict=True)
+        except (BudgetError, UnsupportedModelError) as error:
             note(f"left out: {cell.describe()}: {error}")
             return None
         return self._record(rows[0], workload, passes)
 
-    def _repeat(self, loaded: LoadedModel, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
+    def _repeat(self, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
         """One repetition on an engine of its own, whose device memory is free again when this returns."""
-        library = None if cell.state is None else self._store.library(cell.state)
-        release_memory(self._device)
-        with self._open(loaded, cell.policy, cell.cache, library=library, future=self._futures[workload]) as engine:
-            row = Row(
-                cell.policy,
-                cell.state,
-                cell.cache.text,
-                "host-driven",
-                engine.budget_bytes,
-                engine.slots,
-                self._distance,
-            )
+        library = self._store.library(cell.state) if cell.state and cell.policy in SEARCHING else None
+        with self._engines.open(cell.policy, cell.cache, library=library, future=self._futures[workload]) as engine:
+            sizes = (engine.budget_bytes, engine.slots, engine.distance)
+            row = Row(cell.policy, cell.state, cell.cache.text, "host-driven", *sizes)
             return row, self._pass(engine, workload, library, cell.state)
 
     def _pass(
@@ -195,29 +160,6 @@ class LiveGrid:
             library.learning = state.learning
         return answer_prompts(model, workload.tests, workload.new_tokens, self._poll)
 
-    def _open(
-        self,
-        loaded: LoadedModel,
-        policy: str,
-        cache: ExpertBudget,
-        library: ExpertMapLibrary | None,
-        future: RoutingTrace | None = None,
-        trace: TraceWriter | None = None,
-    ) -> Engine:
-        return Engine.open(
-            self._source,
-            cache=cache,
-            device=self._settings.device.text,
-            dtype=self._settings.dtype.text,
-            library=library,
-            policy=policy,
-            distance=self._distance,
-            history=self._history,
-            future=future,
-            trace=trace,
-            loaded=loaded,
-        )
-
     def _record(self, row: Row, workload: Workload, passes: Sequence[Pass]) -> BenchRecord:
         """Compare a row's tokens with the reference's, tell of it, and make its record."""
         equal = all(tokens_of(one) == self._expected[workload] for one in passes)
@@ -232,17 +174,14 @@ class LiveGrid:
         hit = f", hit {measures.decode.hit_rate:.1%}" if measures.decode.routed else ""
         note(f"{self._measured}/{self._rows} {row.describe()}, {_describe(workload)}{tpot}{hit}")
         checked = {"reference": self.reference, "tokens_equal": equal}
-        return make_record(row, workload, measures, len(passes), self._store, checked, self._identity)
+        known = describe_knowledge(row, self._store, self._engines.history)
+        return make_record(row, workload, measures, len(passes), {**checked, **known}, self._identity)
 
     @property
     def _rows(self) -> int:
         """How many rows there will be at most."""
         residents = 2 if self.reference == EAGER else 0
         return len(self._prompts.workloads) * (len(self._plan.cells) + residents)
-
-    @property
-    def _distance(self) -> int:
-        return self._plan.distance or self._store.maps.distance
 
     def _poll(self) -> None:
         if self._interrupt.requested:
@@ -252,17 +191,3 @@ class LiveGrid:
 def _describe(workload: Workload) -> str:
     length = "as they are" if workload.prompt_length is None else f"of {workload.prompt_length} tokens"
     return f"{len(workload.tests)} prompts {length} + {workload.new_tokens}"
-
-
-def _manifest(source: ModelSource, dataset: str) -> TraceManifest:
-    shape = source.fingerprint
-    return TraceManifest(
-        model=source.name,
-        layers=shape.layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        distributions="full",
-        hidden_size=shape.hidden_size,
-        fingerprint=shape.to_dict(),
-        origin=f"recorded from {dataset}",
-    )

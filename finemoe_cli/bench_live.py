@@ -29,7 +29,7 @@ def bench(
     model: ModelOption = None,
     policies: Annotated[
         str, typer.Option("--policies", metavar="NAMES", help="Comma list; 'finemoe bench policies' shows them.")
-    ] = "lru,finemoe",
+    ] = "lru,finemoe,adaptive",
     cache: Annotated[
         str, typer.Option("--cache", metavar="BUDGETS", help="Comma list of sizes or shares of all experts.")
     ] = "10%,25%",

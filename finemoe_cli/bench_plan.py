@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.benchmarking import STORE_STATES, StoreState
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
-from engine.live_policies import COUNTING, SEARCHING
+from engine.live_policies import SEARCHING, TAUGHT
 
 FIRST = ("lru",)
 LAST = ("oracle", "perfect")
@@ -70,14 +70,14 @@ class BenchPlan:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a policy counts what earlier requests used."""
-        return any(name in COUNTING for name in self.policies)
+        """Whether a policy is taught by the routing of earlier requests."""
+        return any(name in TAUGHT for name in self.policies)
 
     def _states(self, policy: str) -> Sequence[StoreState | None]:
         if policy in SEARCHING:
             return self.states
-        # Counts of earlier requests are all that such a policy has, and it does not add to them.
-        return [state_named("warm")] if policy in COUNTING else [None]
+        # What it was taught is all that such a policy has, and it does not add to it.
+        return [state_named("warm")] if policy in TAUGHT else [None]
 
 
 def state_named(name: str) -> StoreState:

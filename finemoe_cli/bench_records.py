@@ -8,8 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.benchmarking import StoreState, Workload
+from engine.live_policies import SEARCHING, TAUGHT
 from engine.measures import Distribution, RequestMeasures
 from engine.steps import Traffic
+from engine.traces import RoutingTrace
 from finemoe_cli.bench_stores import BenchStore
 from store.bench_runs import BenchRecord
 
@@ -58,23 +60,32 @@ class Row:
         return " ".join([self.policy, *([self.state.name] if self.state else []), self.cache])
 
 
+def describe_knowledge(row: Row, store: BenchStore, history: RoutingTrace | None) -> dict[str, Any]:
+    """What a row's policy knew when a repetition began: the maps of a store, or recorded iterations; else None."""
+    searches = row.policy in SEARCHING and row.state is not None
+    return {
+        "store": store.location if searches else None,
+        "store_id": store.id if searches else None,
+        "store_maps": (len(store.maps) if row.state.filled else 0) if searches and row.state else None,
+        "map_capacity": store.maps.capacity if searches else None,
+        "taught_iterations": history.iterations if history is not None and row.policy in TAUGHT else None,
+    }
+
+
 def make_record(
     row: Row,
     workload: Workload,
     measures: RequestMeasures,
     repetitions: int,
-    store: BenchStore,
-    checked: Mapping[str, Any],
+    about: Mapping[str, Any],
     identity: Mapping[str, Any],
 ) -> BenchRecord:
     """A row's record: its figures, and all that is needed to measure them again.
 
     Args:
-        store: the row's, if it has one.
-        checked: how its tokens compare.
+        about: how its tokens compare, and what its policy knew.
         identity: what the records of a run share.
     """
-    state = row.state
     settings = {
         "cache": row.cache,
         "slots": row.slots,
@@ -85,21 +96,18 @@ def make_record(
         "warm_up_prompts": len(workload.warm_up),
         "repetitions": repetitions,
         "distance": row.distance,
-        "map_capacity": store.maps.capacity if state else None,
-        "store": store.location if state else None,
-        "store_id": store.id if state else None,
-        "store_maps": (len(store.maps) if state.filled else 0) if state else None,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **about,
         **identity,
     }
     return BenchRecord(
         policy=row.policy,
         executor=row.executor,
-        store_state=state.name if state else NO_STORE,
+        store_state=row.state.name if row.state else NO_STORE,
         budget_bytes=row.budget_bytes,
         seed=identity["seed"],
         settings={name: value for name, value in settings.items() if name != "seed"},
-        measures={**measures_of(measures, repetitions, has_traffic=row.distance is not None), **checked},
+        measures=measures_of(measures, repetitions, has_traffic=row.distance is not None),
     )
 
 

@@ -17,6 +17,7 @@ from engine.machine import identify_machine
 from engine.prompts import PromptSet
 from engine.slots import slots_within
 from engine.source import ModelSource
+from finemoe_cli.bench_engines import BenchEngines
 from finemoe_cli.bench_grid import LiveGrid
 from finemoe_cli.bench_plan import BenchPlan
 from finemoe_cli.bench_prompts import draw_prompts
@@ -58,7 +59,8 @@ class LiveBench:
         device, dtype = choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config)
         self._machine = identify_machine(device, dtype)
         self._versions = {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}}
-        if plan.distance is None and (profile := find_profile(settings, source)) is not None:
+        profile = find_profile(settings, source)
+        if profile is not None and plan.distance is None:
             note(f"profile of this machine: prefetch distance {profile.distance}")
             plan = replace(plan, distance=profile.distance)
         _check_budgets(plan, source, measure_model(source.config, dtype, source.name))
@@ -81,7 +83,9 @@ class LiveBench:
             "options": dict(options),
         }
         self._interrupt = Interruptible()
-        self._grid = LiveGrid(settings, source, plan, drawn, filled, identity, self._interrupt)
+        hardware = None if profile is None else profile.hardware
+        engines = BenchEngines(settings, source, plan.distance or filled.maps.distance, hardware)
+        self._grid = LiveGrid(settings, source, plan, drawn, filled, identity, engines, self._interrupt)
         self._ended_by: BaseException | None = None
 
     def records(self) -> Iterator[dict[str, Any]]:

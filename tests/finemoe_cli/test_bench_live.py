@@ -115,18 +115,24 @@ def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, m
         raise DeviceError("it takes 94 GiB")
 
     monkeypatch.setattr(ResidentModel, "open", refuse)
-    cells = ("--policies", "lru-layer,moe-infinity,finemoe", "--states", "fresh", "--cache", "20%")
+    cells = ("--policies", "lru-layer,moe-infinity,adaptive,finemoe", "--states", "fresh", "--cache", "10%")
     outcome = run_here(tmp_path, "bench", *cells, *QUICK, "-n", "1", "-o", "jsonl")
     records = [json.loads(line) for line in outcome.stdout.splitlines()]
     assert "left out: the resident rows, for it takes 94 GiB" in outcome.stderr
     assert {(record["reference"], record["tokens_equal"]) for record in records} == {("lru", True)}
     states = {record["policy"]: record["store_state"] for record in records}
     assert "resident" not in states
-    assert states["moe-infinity"] == "warm"
-    assert states["finemoe"] == "fresh"
+    assert (states["moe-infinity"], states["adaptive"], states["finemoe"]) == ("warm", "warm", "fresh")
+    known = {record["policy"]: (record["store_maps"], record["taught_iterations"]) for record in records}
+    assert known["lru"] == (None, None)
+    assert known["finemoe"] == (0, None)
+    maps, taught = known["moe-infinity"]
+    assert maps is None and taught > 3
+    assert known["adaptive"] == (None, taught)
     # One token is the prefill's: there is no decode step to measure.
     assert all(record["tpot_ms"] is record["hit"] is None and record["ttft_ms"] > 0 for record in records)
-    assert "left out: lru-layer 20%" not in outcome.stderr
+    assert "left out: lru-layer 10%: " in outcome.stderr
+    assert "lru-layer" not in states
     table = run_here(tmp_path, "bench", "show", "last").stdout
     assert table.splitlines()[2].split("|")[6].strip() == "-"
 
