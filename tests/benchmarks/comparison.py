@@ -22,7 +22,12 @@ def compare(records: Sequence[dict[str, Any]]) -> None:
         tables[place][record["cache"]][record["policy"]] = record
     for place, cells in tables.items():
         _print_table(place, cells)
-    everything = [(place, cache, cell) for place, cells in tables.items() for cache, cell in sorted(cells.items())]
+    everything = [
+        (place, cache, cell)
+        for place, cells in tables.items()
+        for cache, cell in sorted(cells.items())
+        if {"lru", OURS, "perfect"} <= cell.keys()
+    ]
     _print_closures(everything)
     _print_losses(everything)
     _print_bytes(everything)
@@ -50,8 +55,8 @@ def _print_table(place: tuple[str, ...], cells: dict[float, dict[str, dict[str, 
         shown = []
         for cache in caches:
             cell = cells[cache]
-            mark = f" ({closure(cell, name):.2f})" if name in cell else ""
-            lost = " LOSS" if name == OURS and _winner(cell) is not None else ""
+            mark = f" ({closure(cell, name):.2f})" if name in cell and "perfect" in cell else ""
+            lost = " LOSS" if name == OURS and name in cell and _winner(cell) is not None else ""
             shown.append(f"{cell[name]['tpot_ms']:.2f}{mark}{lost}" if name in cell else "-")
         print(f"| {name} | " + " | ".join(shown) + " |")
 
@@ -85,9 +90,8 @@ def _print_closures(everything: list[tuple[tuple[str, ...], float, dict[str, dic
 
 
 def _print_losses(everything: list[tuple[tuple[str, ...], float, dict[str, dict[str, Any]]]]) -> None:
-    ours = [(place, cache, cell) for place, cache, cell in everything if OURS in cell]
-    lost = [(place, cache, cell, winner) for place, cache, cell in ours if (winner := _winner(cell)) is not None]
-    print(f"\n### cells in which {OURS} is beaten: {len(lost)} of {len(ours)}\n")
+    lost = [(place, cache, cell, winner) for place, cache, cell in everything if (winner := _winner(cell)) is not None]
+    print(f"\n### cells in which {OURS} is beaten: {len(lost)} of {len(everything)}\n")
     for place, cache, cell, winner in lost:
         behind = cell[OURS]["tpot_ms"] / cell[winner]["tpot_ms"] - 1
         print(f"- {', '.join(place[1:])}, {cache:.0%}: {winner} is {behind:.2%} faster")
