@@ -164,40 +164,6 @@ def test_bytes_and_room_add_up(name: str, in_place: bool, seed: int, room: int, 
     assert outcome.seconds == pytest.approx(16 * 4 * 0.5 + outcome.stall_seconds)
 
 
-@pytest.mark.parametrize("name", ONLINE)
-@settings(max_examples=10)
-@given(seed=st.integers(0, 10_000), known=st.integers(1, 7))
-def test_no_policy_reads_the_future(name: str, seed: int, known: int) -> None:
-    """What follows iteration ``known`` is drawn anew: what was decided before stays the same, bit for bit."""
-    manifest = sample_manifest(hidden_size=5)
-    trace, other = sample_trace(1, 8, manifest, seed), sample_trace(1, 8, manifest, seed + 1)
-    past, future = trace.requests[0].take(range(known)), other.requests[0].take(range(known, 8))
-    joined = replace(
-        past,
-        phases=past.phases + future.phases,
-        tokens=np.concatenate([past.tokens, future.tokens]),
-        experts=np.concatenate([past.experts, future.experts]),
-        counts=np.concatenate([past.counts, future.counts]),
-        offsets=np.concatenate([past.offsets, future.offsets[1:] + past.offsets[-1]]),
-        probabilities=np.concatenate([past.probabilities, future.probabilities]),
-        embeddings=np.concatenate([past.embeddings, future.embeddings]),
-    )
-    changed = RoutingTrace(manifest, (joined,))
-    beginnings = []
-    for whole in (trace, changed):
-        policy = PolicyFactory(sample_trace(4, 6, manifest, seed=9), whole, 2, 20, SLOW).build(name, 6)
-        policy.begin_request(whole.requests[0], 0)
-        offers = []
-        for iteration in range(known):
-            offers.append(policy.begin_iteration(iteration))
-            for layer, keys in enumerate(whole.requests[0].keys(manifest.experts)[iteration]):
-                policy.rule.record_use(keys)
-                offers.append(policy.observe(iteration, layer))
-                offers.append(policy.rule.values(np.arange(manifest.keys)).tolist())
-        beginnings.append(offers)
-    assert beginnings[0] == beginnings[1]
-
-
 @pytest.mark.parametrize("make", [LeastRecentlyUsed, LeastFrequentlyUsed, ProbabilityFrequency])
 @given(seed=st.integers(0, 10_000), room=st.integers(2, 12))
 def test_residents_evict_what_the_engines_cache_evicts(make: type[EvictionRule], seed: int, room: int) -> None:
