@@ -157,8 +157,7 @@ class PreparedAdaptive:
         self._forecast = forecast
         nothing: np.ndarray = np.empty(0, dtype=np.float32)
         self._before = self._left = self._raised = nothing
-        self._start: list[list[Prefetch]] = []
-        self._ahead: list[list[Prefetch]] = []
+        self._start = self._ahead = _NOBODY
         self._position = 0
 
     def begin_request(self, request: TracedRequest, position: int) -> None:
@@ -173,14 +172,14 @@ class PreparedAdaptive:
             known = np.maximum(forecast.start[:, ahead], forecast.current[:, : layers - i - 1, i])
             self._raised[:, : layers - i - 1, i] = raise_values(values[:, ahead], upcoming[:, ahead], known)
         depth = min(depth, self._settings.depth)
-        self._start = self._likely(forecast.start[:, None, :depth], position, first_layer=0)
-        self._ahead = self._likely(forecast.current[:, :, :depth], position, first_layer=1)
+        self._start = self._likely(forecast.start[:, None, :depth], first_layer=0)
+        self._ahead = self._likely(forecast.current[:, :, :depth], first_layer=1)
         self._position = position
 
     def begin_iteration(self, iteration: int) -> Offers:
         self._rule.move(-1)
         self._rule.worth[:] = self._before[iteration]
-        return self._fetch(self._start[iteration], self._position + iteration * self._layers - 1)
+        return self._fetch(self._start, iteration, self._position + iteration * self._layers - 1)
 
     def observe(self, iteration: int, layer: int) -> Offers:
         rule, layers = self._rule, self._layers
@@ -189,26 +188,50 @@ class PreparedAdaptive:
         ahead = min(self._raised.shape[2], layers - 1 - layer)
         rule.worth[layer + 1 : layer + 1 + ahead] = self._raised[iteration, layer, :ahead]
         moment = iteration * layers + layer
-        return self._fetch(self._ahead[moment], self._position + moment)
+        return self._fetch(self._ahead, moment, self._position + moment)
 
-    def _likely(self, known: np.ndarray, position: int, first_layer: int) -> list[list[Prefetch]]:
-        """Prefetches for each moment of ``known`` [T, M, D, J], whose layer i is ``moment + first_layer + i``."""
+    def _likely(self, known: np.ndarray, first_layer: int) -> _Likely:
+        """Who is likely at each moment of ``known`` [T, M, D, J], whose layer i is ``moment + first_layer + i``."""
         iterations, moments, _, experts = known.shape
-        offers: list[list[Prefetch]] = [[] for _ in range(iterations * moments)]
         found = np.nonzero(known >= self._settings.threshold)
-        probabilities = known[found].tolist()
-        for t, moment, i, expert, p in zip(*(f.tolist() for f in found), probabilities, strict=True):
-            layer = moment + first_layer + i
-            due = position + t * self._layers + layer
-            offers[t * moments + moment].append(Prefetch(layer * experts + expert, due, p))
-        return offers
+        iteration, moment, ahead, expert = found
+        counts = np.bincount(iteration * moments + moment, minlength=iterations * moments)
+        return _Likely(
+            keys=((moment + first_layer + ahead) * experts + expert).tolist(),
+            distances=(ahead + 1).tolist(),
+            probabilities=known[found].tolist(),
+            bounds=[0, *counts.cumsum().tolist()],
+        )
 
-    def _fetch(self, likely: list[Prefetch], now: int) -> Offers:
-        if not likely or not self._rule.has_allowance:
+    def _fetch(self, likely: _Likely, moment: int, now: int) -> Offers:
+        """Those of a moment that are absent, as many as the link can deliver; ``now`` is the last gate's position."""
+        first, stop = likely.bounds[moment], likely.bounds[moment + 1]
+        if first == stop or not self._rule.has_allowance:
             return NOTHING
         absent = self._rule.absent
-        wanted = [prefetch for prefetch in likely if absent[prefetch.key]]
+        wanted = [
+            Prefetch(likely.keys[i], now + likely.distances[i], likely.probabilities[i])
+            for i in range(first, stop)
+            if absent[likely.keys[i]]
+        ]
         return select_deliverable(wanted, now, self._hardware) if wanted else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class _Likely:
+    """Experts likely enough to be fetched ahead; ``[bounds[m] : bounds[m + 1]]`` are those of moment m.
+
+    Attributes:
+        distances: layers between the gate that decided last and theirs.
+    """
+
+    keys: list[int]
+    distances: list[int]
+    probabilities: list[float]
+    bounds: list[int]
+
+
+_NOBODY = _Likely([], [], [], [0])
 
 
 def _any_of(probabilities: list[np.ndarray]) -> np.ndarray:
