@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from engine.benchmarking import BenchLibrary, Generating, StoreState, Workload, answer_prompts, tokens_of
 from engine.devices import release_memory
 from engine.engine import Engine
-from engine.errors import BudgetError, DeviceError, UnsupportedModelError
+from engine.errors import BudgetError, DeviceError, FinemoeError, UnsupportedModelError
 from engine.live_policies import SEARCHING
 from engine.measures import measure_requests
 from engine.resident import ResidentModel
@@ -35,6 +37,8 @@ _LEAST_ANSWER = 16
 
 Pass = list[list[Step]]
 """The steps of every test of one repetition."""
+
+Turn = Callable[[], tuple[Row, Pass]]
 
 
 class LiveGrid:
@@ -79,10 +83,10 @@ class LiveGrid:
         yield from self._measure_residents()
         self._prepare()
         for workload in self._prompts.workloads:
-            for cell in self._plan.cells:
-                record = self._measure_cell(cell, workload)
-                if record is not None:
-                    yield record
+            for _, cells in groupby(self._plan.cells, key=lambda cell: cell.cache):
+                yield from self._take_turns(
+                    workload, {cell.describe(): partial(self._repeat, cell, workload) for cell in cells}
+                )
 
     def _prepare(self) -> None:
         """Fill a temporary store, and record the routing that policies are told beforehand."""
@@ -119,25 +123,48 @@ class LiveGrid:
             note(f"left out: the resident rows, for {error}; tokens are compared with those of {RECORDED}")
             self.reference = RECORDED
             return
-        shape = self._source.fingerprint
+        implementations = {EAGER: "eager", RESIDENT: model.default_implementation}
         for workload in self._prompts.workloads:
-            for name, implementation in ((EAGER, "eager"), (RESIDENT, model.default_implementation)):
-                model.use(implementation)
-                passes = [self._pass(model, workload) for _ in range(self._plan.repetitions)]
-                self._expected.setdefault(workload, tokens_of(passes[0]))
-                executor = f"transformers {implementation}"
-                row = Row(name, None, _EVERYTHING, executor, model.expert_bytes, shape.layers * shape.experts, None)
-                yield self._record(row, workload, passes)
-        del model
+            turns = {
+                name: partial(self._repeat_resident, model, name, chosen, workload)
+                for name, chosen in implementations.items()
+            }
+            yield from self._take_turns(workload, turns)
+        del model, turns
         release_memory(self._engines.device)
 
-    def _measure_cell(self, cell: Cell, workload: Workload) -> BenchRecord | None:
+    def _repeat_resident(
+        self, model: ResidentModel, name: str, implementation: str, workload: Workload
+    ) -> tuple[Row, Pass]:
+        model.use(implementation)
+        experts = self._source.fingerprint.layers * self._source.fingerprint.experts
+        row = Row(name, None, _EVERYTHING, f"transformers {implementation}", model.expert_bytes, experts, None)
+        return row, self._pass(model, workload)
+
+    def _take_turns(self, workload: Workload, turns: Mapping[str, Turn]) -> Iterator[BenchRecord]:
+        """Measure rows side by side: each has its turn in every repetition.
+
+        So a drift of the machine's speed, or of its load, hits all of them alike.
+        What ends it early is raised once the rows with a whole repetition have been recorded.
+        """
+        done: dict[str, list[tuple[Row, Pass]]] = {name: [] for name in turns}
+        ended_by: BaseException | None = None
         try:
-            rows, passes = zip(*(self._repeat(cell, workload) for _ in range(self._plan.repetitions)), strict=True)
-        except (BudgetError, UnsupportedModelError) as error:
-            note(f"left out: {cell.describe()}: {error}")
-            return None
-        return self._record(rows[0], workload, passes)
+            for number in range(self._plan.repetitions):
+                note(f"repetition {number + 1} of {self._plan.repetitions}: {', '.join(done)}")
+                for name in list(done):
+                    try:
+                        done[name].append(turns[name]())
+                    except (BudgetError, UnsupportedModelError) as error:
+                        note(f"left out: {name}: {error}")
+                        del done[name]
+        except (KeyboardInterrupt, FinemoeError) as error:
+            ended_by = error
+        for repeated in done.values():
+            if repeated:
+                yield self._record(repeated[0][0], workload, [one for _, one in repeated])
+        if ended_by is not None:
+            raise ended_by
 
     def _repeat(self, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
         """One repetition on an engine of its own, whose device memory is free again when this returns."""
@@ -162,6 +189,7 @@ class LiveGrid:
 
     def _record(self, row: Row, workload: Workload, passes: Sequence[Pass]) -> BenchRecord:
         """Compare a row's tokens with the reference's, tell of it, and make its record."""
+        self._expected.setdefault(workload, tokens_of(passes[0]))
         equal = all(tokens_of(one) == self._expected[workload] for one in passes)
         if not equal and row.policy == RESIDENT:
             note(f"{row.executor} chose other tokens than transformers eager, as it may")

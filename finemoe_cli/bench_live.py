@@ -108,7 +108,8 @@ def bench(
     or online (filled, learning as it goes); fresh is empty and learns. No store
     of yours is written to.
 
-    Every repetition opens the engine anew and begins with an unmeasured prompt.
+    In every repetition the rows of a budget take turns, each on an engine opened
+    anew, which begins with an unmeasured prompt.
     Times are milliseconds; hit, late, miss, MiB moved and wasted in a repetition
     and stall are of decode. The other formats have all figures, for prefill and
     decode, with deviation and percentiles. The records are kept: see 'finemoe
