@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +11,6 @@ import numpy as np
 from engine.adaptive_choice import AdaptiveFit
 from engine.errors import BudgetError
 from engine.hardware import Hardware
-from engine.policies import Guided
 from engine.policy_names import POLICIES, SPECULATIVE, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.traces import RoutingTrace, TracedRequest
@@ -19,16 +18,18 @@ from engine.traces import RoutingTrace, TracedRequest
 WARM_UP_ITERATIONS = 200
 BASELINE, BOUND = "lru", "perfect"
 STOPS_PAYING = 0.10
-"""More memory has stopped paying where twice the budget gives less than so much more tokens/s."""
+"""More memory has stopped paying where twice a budget, or any larger one, gives less than so much more tokens/s."""
 
 GUIDED = "finemoe"
 """The policy whose distance is chosen where the best one has no such setting."""
 
 _KNOW_THE_FUTURE = ("oracle", "perfect")
-# A running engine lacks the counts of whole requests, a share of the cache for each layer refuses small budgets, and
-# some policies are for replays alone: they are replayed for comparison and not chosen.
-_NOT_CHOSEN = frozenset({"moe-infinity", "hit-count", "lru-layer", "adaptive"})
-_WHOLE_ITERATIONS = "moe-infinity"
+# A running engine lacks the counts of whole requests, and a share of the cache for each layer refuses small budgets:
+# these are replayed for comparison and not chosen.
+_NOT_CHOSEN = frozenset({"moe-infinity", "hit-count", "lru-layer"})
+_WITH_DISTANCE = frozenset(
+    {"promoe", "hit-count", "map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq"}
+)
 _AS_GOOD = 0.01
 
 
@@ -39,16 +40,28 @@ class Expectation:
     Attributes:
         distance: layers between a decision and its use; None where the policy has no such setting.
         capacity: experts the budget holds.
+        decision_seconds: what its decisions take in a step, none of it hidden behind the device.
     """
 
     policy: str
     distance: int | None
     capacity: int
     outcome: ReplayOutcome
+    decision_seconds: float = 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """A step's wait for experts."""
+        return self.outcome.stall_seconds / self.outcome.iterations
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Time a token, decisions included."""
+        return self.outcome.tpot_seconds + self.decision_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return 1.0 / self.outcome.tpot_seconds
+        return 1.0 / self.tpot_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,10 @@ class Planner:
         store: decode steps whose maps the policies know.
         test: decode steps that are counted.
         map_capacity: C.
+
+    Attributes:
+        fit: what ``adaptive`` learns of the store's side.
+        decisions: seconds a step that policies take to decide, by name; those that are not there take none.
     """
 
     def __init__(self, store: RoutingTrace, test: RoutingTrace, hardware: Hardware, map_capacity: int) -> None:
@@ -94,8 +111,9 @@ class Planner:
         self._warm_up = sum(map(len, warm_up))
         self._trace = RoutingTrace(test.manifest, (*warm_up, *test.requests))
         self._hardware = hardware
-        fit = AdaptiveFit(store)
-        self._factory = cache(lambda d: PolicyFactory(store, self._trace, d, map_capacity, hardware, fit))
+        self.fit = AdaptiveFit(store)
+        self.decisions: Mapping[str, float] = {}
+        self._factory = cache(lambda d: PolicyFactory(store, self._trace, d, map_capacity, hardware, self.fit))
 
     @property
     def experts(self) -> int:
@@ -110,23 +128,30 @@ class Planner:
         """
         built = self._factory(distance).build(policy, capacity)
         outcome = Replay(self._trace, built, self._hardware, capacity, in_place=False).run(self._warm_up)
-        has_distance = isinstance(built, Guided) and policy != _WHOLE_ITERATIONS
-        return Expectation(policy, distance if has_distance else None, capacity, outcome)
+        reach = distance if policy in _WITH_DISTANCE else None
+        return Expectation(policy, reach, capacity, outcome, self.decisions.get(policy, 0.0))
 
     def choose(self, distances: Sequence[int], capacity: int) -> Choice:
-        """The policy and distance of the least expected stall; of those within 1 % of it the one that moves least."""
+        """The policy of the least time for waiting and deciding; of those within 1 % of it the simplest.
+
+        The simpler ones come first in ``POLICIES``. A policy's distance is that of the least stall; of those within
+        1 % of it the one that moves least.
+        """
         tried: dict[str, list[Expectation]] = {}
         left_out = {*_KNOW_THE_FUTURE, *(SPECULATIVE if self._trace.manifest.gates is None else ())}
         for name in (policy.name for policy in POLICIES if policy.name not in left_out):
             first = self.expect(name, capacity, distances[0])
             rest = distances[1:] if first.distance is not None else ()
             tried[name] = [first, *(self.expect(name, capacity, distance) for distance in rest)]
-        fastest = sorted(map(_best, tried.values()), key=lambda e: e.outcome.tpot_seconds)
-        best = _best([e for e in fastest if e.policy not in _NOT_CHOSEN])
-        curve = tried[GUIDED if best.distance is None else best.policy]
+        at_best = {name: _best(cells) for name, cells in tried.items()}
+        candidates = [cell for name, cell in at_best.items() if name not in _NOT_CHOSEN]
+        least = min(cell.stall_seconds + cell.decision_seconds for cell in candidates)
+        chosen = next(c for c in candidates if c.stall_seconds + c.decision_seconds <= (1 + _AS_GOOD) * least)
+        curve = tried[GUIDED if chosen.distance is None else chosen.policy]
         distance = _best(curve).distance
         assert distance is not None
-        return Choice(best.policy, distance, _reason(best, fastest, curve), tuple(curve), tuple(fastest))
+        policies = sorted(at_best.values(), key=lambda cell: cell.tpot_seconds)
+        return Choice(chosen.policy, distance, _reason(chosen, candidates, curve), tuple(curve), tuple(policies))
 
     def look_at(self, share: float, choice: Choice) -> BudgetOutlook:
         """What a share of all experts as the budget lets expect."""
@@ -151,10 +176,13 @@ def find_enough(outlooks: Sequence[BudgetOutlook]) -> float | None:
     if not known:
         return None
     shares, speeds = zip(*known, strict=True)
-    for share, speed in known:
-        if np.interp(2 * share, shares, speeds) < (1 + STOPS_PAYING) * speed:
-            return share
-    return shares[-1]
+    found = shares[-1]
+    # From the largest down: at a small one twice as much may still be too little to matter.
+    for share, speed in reversed(known):
+        if np.interp(2 * share, shares, speeds) >= (1 + STOPS_PAYING) * speed:
+            break
+        found = share
+    return found
 
 
 def replay_again(trace: RoutingTrace, requests: int, hardware: Hardware, capacity: int) -> ReplayOutcome:
@@ -165,9 +193,9 @@ def replay_again(trace: RoutingTrace, requests: int, hardware: Hardware, capacit
 
 
 def _best(cells: Sequence[Expectation]) -> Expectation:
-    least = min(cell.outcome.stall_seconds for cell in cells)
-    as_good = [cell for cell in cells if cell.outcome.stall_seconds <= (1 + _AS_GOOD) * least]
-    return min(as_good, key=lambda cell: (cell.outcome.bytes_moved, cell.outcome.stall_seconds))
+    least = min(cell.stall_seconds for cell in cells)
+    as_good = [cell for cell in cells if cell.stall_seconds <= (1 + _AS_GOOD) * least]
+    return min(as_good, key=lambda cell: (cell.outcome.bytes_moved, cell.stall_seconds))
 
 
 def _last_requests(trace: RoutingTrace, iterations: int) -> tuple[TracedRequest, ...]:
@@ -179,22 +207,21 @@ def _last_requests(trace: RoutingTrace, iterations: int) -> tuple[TracedRequest,
     return tuple(kept)
 
 
-def _reason(best: Expectation, policies: Sequence[Expectation], curve: Sequence[Expectation]) -> str:
-    tpot = best.outcome.tpot_seconds
-    text = f"{best.policy}, which lets a token wait least for experts of the policies an engine can run here"
-    baseline = next(e for e in policies if e.policy == BASELINE)
-    if best.policy != BASELINE:
-        stall = (
-            1 - best.outcome.stall_seconds / baseline.outcome.stall_seconds if baseline.outcome.stall_seconds else 0.0
-        )
-        time = 1 - tpot / baseline.outcome.tpot_seconds
-        text += f" ({stall:.0%} less than {BASELINE}, {time:.0%} less time a token)"
-    chosen = _best(curve)
-    place = list(curve).index(chosen)
-    whose = "" if best.distance is not None else f" for {chosen.policy}"
-    text += f"; distance {chosen.distance}{whose}"
+def _reason(chosen: Expectation, candidates: Sequence[Expectation], curve: Sequence[Expectation]) -> str:
+    def times(cell: Expectation) -> str:
+        return f"waits {cell.stall_seconds * 1e3:.3f} ms a token and takes {cell.decision_seconds * 1e3:.3f} to decide"
+
+    text = f"{chosen.policy} {times(chosen)}, together the least"
+    baseline = next(cell for cell in candidates if cell.policy == BASELINE)
+    quickest = min(candidates, key=lambda cell: cell.stall_seconds)
+    for other in dict.fromkeys((baseline, quickest)):
+        if other is not chosen:
+            text += f"; {other.policy} {times(other)}"
+    at = _best(curve)
+    place = list(curve).index(at)
+    text += f"; distance {at.distance}" + ("" if chosen.distance is not None else f" for {at.policy}")
     for other in (*curve[max(place - 1, 0) : place], *curve[place + 1 : place + 2]):
-        waits = (other.outcome.stall_seconds - chosen.outcome.stall_seconds) / chosen.outcome.iterations
-        hit, late = other.outcome.hit - chosen.outcome.hit, other.outcome.late - chosen.outcome.late
-        text += f"; {other.distance} would wait {waits * 1e3:+.3f} ms a token with {hit:+.1%} hits and {late:+.1%} late"
+        waits = other.stall_seconds - at.stall_seconds
+        hit, late = other.outcome.hit - at.outcome.hit, other.outcome.late - at.outcome.late
+        text += f"; {other.distance} would wait {waits * 1e3:+.3f} ms with {hit:+.1%} hits and {late:+.1%} late"
     return text

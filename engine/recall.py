@@ -1,17 +1,28 @@
-"""How much of what a gate chooses is predicted, by predictor and distance: what a profile reports of a model."""
+"""How much of what gates choose is predicted, by predictor and distance: what a profile reports of a model."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.map_search import MapArchive
+from engine.predictors.features import Features
+from engine.predictors.fitted import FittedPredictors, TracedBlock, blocks
+from engine.predictors.knowledge import Scan
+from engine.predictors.request_state import RequestState
 from engine.traces import RoutingTrace, TracedRequest
 
-_DECAY = 0.85
+BEFORE = ("popularity", "recency-0.85", "activation-counts", "semantic", "own-semantic", "embedding-ridge")
+"""Predictors that are asked before an iteration's first gate; the gates that decide since tell them nothing."""
+
+AHEAD = ("trajectory", "own-trajectory", "gate", "ridge")
+"""Predictors that are asked once a gate has decided."""
+
+BEST_SEMANTIC, BEST_TRAJECTORY, MIX = "semantic-best", "trajectory-best", "mix"
+"""The paper's searches, which follow the one best map instead of weighing several; and all predictors together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,49 +39,105 @@ class Recall:
     routed: int
 
 
-def measure_recall(
-    store: RoutingTrace, test: RoutingTrace, distances: Sequence[int], capacity: int
-) -> tuple[Recall, ...]:
-    """Recall on ``test`` of predictors that know ``store``, both of decode steps.
+def measure_recall(predictors: FittedPredictors, test: RoutingTrace, distances: Sequence[int]) -> tuple[Recall, ...]:
+    """Recall on decode steps that the predictors were not fitted on.
 
-    All predictors are held to the same layers: those that lie ``distance`` behind a gate. What is known before the
-    iteration (semantic search, popularity, recency) is not told more by the gates that have decided since.
+    All predictors are held to the same layers, those that lie ``distance`` behind a gate, and to all steps of a request
+    but its first. Distances beyond the depth of the fit are left out.
     """
-    archive = MapArchive.of(store, capacity)
-    experts, top_k = test.manifest.experts, test.manifest.top_k
-    popularity = np.concatenate([request.uses(experts) for request in store.requests]).mean(axis=0)
-    found: dict[tuple[str, int], int] = defaultdict(int)
-    routed: dict[tuple[str, int], int] = defaultdict(int)
+    knowledge = predictors.knowledge
+    tally = _Tally(knowledge.top_k, [d for d in distances if d <= knowledge.depth])
     for request in test.requests:
-        uses = request.uses(experts)
-        for predictor, distance, scores in _predictions(request, archive, popularity, distances):
-            likeliest = np.argpartition(-scores, top_k - 1, axis=2)[..., :top_k]
-            found[predictor, distance] += int(np.take_along_axis(uses[:, distance:], likeliest, axis=2).sum())
-            routed[predictor, distance] += int(uses[:, distance:].sum())
-    return tuple(Recall(name, d, found[name, d] / count, count) for (name, d), count in routed.items())
+        _add_best_maps(tally, knowledge.archive, request)
+        state = RequestState(knowledge.popularity)
+        earlier: Features = {}
+        upcoming = knowledge.popularity[None]
+        for block in blocks(request, test.manifest.experts, knowledge.top_k):
+            scan = Scan(knowledge, state, len(block.maps))
+            for layer in range(len(knowledge.popularity)):
+                scan.fill(layer, block.maps[:, layer], block.uses[:, layer])
+            scan.advance_to_end()
+            read = _read(predictors, block, -1)
+            after = scan.following(read)
+            following = np.concatenate([upcoming, predictors.upcoming(scan, read)])
+            _add_before(tally, earlier, after, block)
+            _add_running(tally, predictors, scan, block, following[:-1])
+            earlier, upcoming = {name: feature[-1:] for name, feature in after.items()}, following[-1:]
+            scan.close()
+    return tally.result()
 
 
-def _predictions(
-    request: TracedRequest, archive: MapArchive, popularity: np.ndarray, distances: Sequence[int]
-) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Predictor, distance, and scores [T, L - distance, J] of the layers that lie so far behind a gate."""
+class _Tally:
+    """Counts, by predictor and distance, of experts routed and of those among the K likeliest."""
+
+    def __init__(self, top_k: int, distances: Sequence[int]) -> None:
+        self.distances = distances
+        self._top_k = top_k
+        self._found: dict[tuple[str, int], int] = defaultdict(int)
+        self._routed: dict[tuple[str, int], int] = defaultdict(int)
+
+    def add(self, predictor: str, distance: int, scores: np.ndarray, uses: np.ndarray) -> None:
+        """Scores and uses of the same cases, [..., J]."""
+        likeliest = np.argpartition(-scores, self._top_k - 1, axis=-1)[..., : self._top_k]
+        self._found[predictor, distance] += int(np.take_along_axis(uses, likeliest, axis=-1).sum())
+        self._routed[predictor, distance] += int(uses.sum())
+
+    def add_all(self, predictor: str, scores: np.ndarray, uses: np.ndarray) -> None:
+        """Scores and uses [T, L, J] that are the same however far ahead they are told."""
+        for distance in self.distances:
+            self.add(predictor, distance, scores[:, distance:], uses[:, distance:])
+
+    def result(self) -> tuple[Recall, ...]:
+        return tuple(
+            Recall(name, distance, self._found[name, distance] / routed, routed)
+            for (name, distance), routed in self._routed.items()
+            if routed
+        )
+
+
+def _add_best_maps(tally: _Tally, archive: MapArchive, request: TracedRequest) -> None:
     guidance = archive.search(request, semantic=True)
-    recency = _recency(request.uses(archive.maps.shape[2]), popularity)
-    layers = len(popularity)
-    for distance in distances:
-        yield "popularity", distance, np.broadcast_to(popularity[distance:], recency[:, distance:].shape)
-        yield "recency", distance, recency[:, distance:]
-        if guidance.start[0] >= 0:
-            yield "semantic", distance, archive.maps[guidance.start, distance:]
-        target = np.arange(distance, layers)
-        yield "trajectory", distance, archive.maps[guidance.best[:, : layers - distance], target]
+    uses = request.uses(archive.maps.shape[2])[1:]
+    layers = uses.shape[1]
+    if guidance.start[0] >= 0:
+        tally.add_all(BEST_SEMANTIC, archive.maps[guidance.start[1:]], uses)
+    for distance in tally.distances:
+        followed = archive.maps[guidance.best[1:, : layers - distance], np.arange(distance, layers)]
+        tally.add(BEST_TRAJECTORY, distance, followed, uses[:, distance:])
 
 
-def _recency(uses: np.ndarray, popularity: np.ndarray) -> np.ndarray:
-    """Decayed shares [T, L, J] of an expert's uses, as they stand before each iteration of a request."""
-    recency = np.empty_like(uses)
-    known = popularity
-    for iteration, used in enumerate(uses):
-        recency[iteration] = known
-        known = _DECAY * known + (1 - _DECAY) * used
-    return recency
+def _add_before(tally: _Tally, earlier: Features, after: Features, block: TracedBlock) -> None:
+    """What each iteration of a block, ``earlier`` the one before it, told of the next."""
+    for name in BEFORE:
+        if name in after:
+            known = [earlier[name]] if earlier else []
+            scores = np.concatenate([*known, after[name][:-1]])
+            tally.add_all(name, scores, block.uses[len(block.uses) - len(scores) :])
+
+
+def _add_running(
+    tally: _Tally, predictors: FittedPredictors, scan: Scan, block: TracedBlock, upcoming: np.ndarray
+) -> None:
+    """What embeddings and then gates told of the running iterations; ``upcoming`` [B, L, J] was known before."""
+    rows = slice(1 if block.rows.start == 0 else 0, None)
+    known = predictors.start(scan, upcoming, block.embeddings)
+    if block.embeddings is not None and predictors.knowledge.embedding_map is not None:
+        for name, scores in scan.start(upcoming, block.embeddings).items():
+            if name in BEFORE:
+                tally.add_all(name, scores[rows], block.uses[rows])
+    for layer in range(len(predictors.knowledge.popularity) - 1):
+        read = _read(predictors, block, layer)
+        scan.advance(layer)
+        told: Features = scan.ahead(layer, known, read)
+        mixed = list(predictors.ahead(scan, layer, known, read))
+        for distance in (d for d in tally.distances if d <= len(mixed)):
+            uses = block.uses[rows, layer + distance]
+            tally.add(MIX, distance, mixed[distance - 1][rows], uses)
+            for name in AHEAD:
+                if name in told:
+                    tally.add(name, distance, told[name][rows, distance - 1], uses)
+
+
+def _read(predictors: FittedPredictors, block: TracedBlock, layer: int) -> np.ndarray | None:
+    """What a layer's gate read, [B, H], if the predictors know of it."""
+    return block.inputs[:, layer] if block.inputs is not None and predictors.reads_gate_inputs else None

@@ -83,3 +83,17 @@ def gated_trace(requests: int, iterations: int, seed: int = 0, shape: tuple[int,
         "sample", layers, experts, top_k, "full", width, None, "drawn at random", gate_inputs=True, gates=gates
     )
     return RoutingTrace(manifest, tuple(made))
+
+
+def read_by_gates(trace: RoutingTrace) -> RoutingTrace:
+    """The same routing with gate inputs: every gate reads the logits of all gates of the step, picking out its own."""
+    manifest = trace.manifest
+    layers, experts = manifest.layers, manifest.experts
+    weights = np.eye(layers * experts, dtype=np.float32).reshape(layers, experts, -1)
+    requests = []
+    for request in trace.requests:
+        logits = np.log(request.maps(experts) + 1e-6).reshape(len(request), 1, -1)
+        inputs = np.repeat(logits, layers, axis=1).astype(np.float16)
+        requests.append(replace(request, gate_inputs=inputs))
+    gates = RouterGates(weights, None, "softmax")
+    return RoutingTrace(replace(manifest, gate_inputs=True, gates=gates), tuple(requests))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,10 @@ import pytest
 import torch
 
 from engine.budget import ExpertBudget
+from engine.decisions import fill_library, measure_decisions
 from engine.engine import Engine
 from engine.hardware import Hardware
+from engine.live_policies import PolicyInputs
 from engine.machine import device_memory_bytes, host_memory_bytes, identify_machine
 from engine.measuring import (
     CopySample,
@@ -22,13 +23,16 @@ from engine.measuring import (
     measure_link,
 )
 from engine.planning import BudgetOutlook, Choice, Expectation, Planner, find_enough, replay_again
+from engine.policy_names import POLICIES
+from engine.predictors.fitting import fit_predictors
 from engine.recall import measure_recall
 from engine.replay import ReplayOutcome
 from engine.source import resolve_model
 from engine.steps import GenerationSettings
 from engine.trace_files import TraceWriter, read_trace
 from engine.traces import RoutingTrace, TraceManifest
-from tests.engine.sample_traces import decode_request, sample_manifest, sample_trace
+from store.index import ResidentIndex
+from tests.engine.sample_traces import decode_request, read_by_gates, sample_manifest, sample_trace
 
 SLOW_LINK = Hardware(expert_bytes=1_000_000, bandwidth=1e9, latency=0.0, layer_seconds=1e-3, chunk_bytes=0)
 
@@ -90,38 +94,78 @@ def test_this_machine() -> None:
 
 def test_recall_of_a_test_that_the_store_has_seen() -> None:
     trace = sample_trace(4, 20, sample_manifest(hidden_size=6))
-    recall = {(r.predictor, r.distance): r for r in measure_recall(trace, trace, [1, 3], 1000)}
-    assert set(recall) == {(p, d) for p in ("popularity", "recency", "semantic", "trajectory") for d in (1, 3)}
-    # Embeddings and trajectories find the very iterations; L = 4, K = 2 and 80 iterations.
-    assert recall["semantic", 3].recall == recall["trajectory", 3].recall == 1.0
-    assert (recall["popularity", 1].routed, recall["popularity", 3].routed) == (80 * 3 * 2, 80 * 1 * 2)
+    recall = {(r.predictor, r.distance): r for r in measure_recall(fit_predictors(trace), trace, [1, 3, 9])}
+    told = {"mix", "trajectory", "own-trajectory", "trajectory-best", "semantic-best", "semantic", "own-semantic"}
+    told |= {"popularity", "recency-0.85", "activation-counts", "embedding-ridge"}
+    assert set(recall) == {(predictor, distance) for predictor in told for distance in (1, 3)}
+    # The best map is the very iteration; L = 4, K = 2, and 19 iterations of each request count.
+    assert recall["semantic-best", 3].recall == recall["trajectory-best", 3].recall == 1.0
+    assert (recall["popularity", 1].routed, recall["mix", 3].routed) == (76 * 3 * 2, 76 * 1 * 2)
+    assert recall["mix", 1].recall > recall["popularity", 1].recall
 
 
 def test_recall_by_popularity_and_recency_counted_by_hand() -> None:
-    manifest = replace(sample_manifest(layers=2, experts=4, top_k=1), hidden_size=None)
-    store = RoutingTrace(manifest, (decode_request(0, np.array([[[0], [0]], [[0], [0]], [[1], [1]]])),))
-    test = RoutingTrace(manifest, (decode_request(1, np.array([[[0], [0]], [[2], [2]], [[2], [2]], [[2], [2]]])),))
-    recall = {r.predictor: r.recall for r in measure_recall(store, test, [1], 10)}
-    assert recall["popularity"] == 1 / 4
-    # Popular expert 0 has 0.67 and then 0.72; expert 2 needs more than the two uses that it has had by the end.
-    assert recall["recency"] == 1 / 4
-    assert "semantic" not in recall
+    manifest = sample_manifest(layers=2, experts=4, top_k=1)
+    stored = np.array([[[0], [0]], [[0], [0]], [[1], [1]]])
+    store = RoutingTrace(manifest, tuple(decode_request(n, stored) for n in range(2)))
+    test = RoutingTrace(manifest, (decode_request(9, np.array([[[0], [0]], [[2], [2]], [[2], [2]], [[0], [0]]])),))
+    recall = {r.predictor: (r.recall, r.routed) for r in measure_recall(fit_predictors(store), test, [1])}
+    # Of the last three steps popular expert 0 is used in the third; expert 2 is not yet recent enough by then.
+    assert recall["popularity"] == (1 / 3, 3)
+    assert recall["recency-0.85"] == (1 / 3, 3)
+    assert "semantic-best" not in recall
 
 
-def test_the_choice_waits_least_and_its_reason_names_what_it_was_held_against() -> None:
+def test_recall_with_what_gates_read() -> None:
+    trace = read_by_gates(sample_trace(4, 20))
+    recall = {(r.predictor, r.distance): r.recall for r in measure_recall(fit_predictors(trace), trace, [1])}
+    # The inputs are the same in every layer and the weights are the gates' own: the next gate is known exactly.
+    assert recall["gate", 1] == 1.0
+    assert recall["ridge", 1] > 0.9
+
+
+def test_the_choice_is_the_fastest_and_its_reason_names_what_it_was_held_against() -> None:
     store, test = sample_trace(8, 30, seed=1), sample_trace(3, 30, seed=2)
     planner = Planner(store, test, SLOW_LINK, 200)
     choice = planner.choose([1, 2], 12)
-    runnable = [e for e in choice.policies if e.policy not in ("moe-infinity", "hit-count", "lru-layer", "adaptive")]
+    runnable = [e for e in choice.policies if e.policy not in ("moe-infinity", "hit-count", "lru-layer")]
     least = min(e.outcome.stall_seconds for e in runnable)
     chosen = next(e for e in choice.policies if e.policy == choice.policy)
     assert chosen.outcome.stall_seconds <= 1.01 * least
     assert [e.distance for e in choice.curve] == [1, 2]
     assert choice.distance in (1, 2)
-    assert "less than lru" in choice.reason or choice.policy == "lru"
+    assert choice.reason.startswith(f"{choice.policy} waits ")
+    assert "lru waits" in choice.reason
     assert {"oracle", "perfect"}.isdisjoint(e.policy for e in choice.policies)
     # Only the held-out steps count, whatever warmed the cache.
     assert all(e.outcome.iterations == test.iterations for e in choice.policies)
+
+
+def test_decisions_count_against_a_policy() -> None:
+    planner = Planner(sample_trace(8, 30, seed=1), sample_trace(3, 30, seed=2), SLOW_LINK, 200)
+    planner.decisions = {policy.name: 1.0 for policy in POLICIES if policy.name != "lfu"}
+    choice = planner.choose([1, 2], 12)
+    assert choice.policy == "lfu"
+    assert "lfu waits" in choice.reason
+    lru = next(e for e in choice.policies if e.policy == "lru")
+    assert lru.tpot_seconds == lru.outcome.tpot_seconds + 1.0
+
+
+def test_decisions_are_timed_for_every_policy_that_can_be_built() -> None:
+    trace = sample_trace(4, 10, sample_manifest(hidden_size=6))
+    library = ResidentIndex(4, 8, 6)
+    fill_library(library, trace)
+    assert len(library) == 40
+    found = measure_decisions(("lru", "finemoe", "promoe", "perfect"), PolicyInputs(4, 8, 2, 2, library=library), trace)
+    assert set(found) == {"lru", "finemoe"}
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_where_nothing_waits_the_simplest_policy_is_chosen() -> None:
+    planner = Planner(sample_trace(8, 30, seed=1), sample_trace(3, 30, seed=2), SLOW_LINK, 200)
+    choice = planner.choose([1, 2], planner.experts)
+    assert choice.policy == "lru"
+    assert [e.policy for e in choice.curve] == ["finemoe", "finemoe"]
 
 
 def test_an_outlook_of_a_budget() -> None:
@@ -148,6 +192,8 @@ def outlook(share: float, tokens_per_second: float | None) -> BudgetOutlook:
         ([(0.25, 10.0), (0.5, 12.0), (1.0, 12.6)], 0.5),
         # Twice 30 % lies between two budgets: 60 % gives 10.8.
         ([(0.3, 10.0), (0.5, 10.6), (1.0, 11.6)], 0.3),
+        # Twice 5 % gives nothing, for both thrash; but from 25 % on more memory pays.
+        ([(0.05, 2.0), (0.1, 2.0), (0.25, 2.1), (0.5, 4.0), (1.0, 4.1)], 0.5),
         # Too small ones do not count; at all experts there is nothing more to be had.
         ([(0.25, None), (0.5, 10.0), (1.0, 20.0)], 1.0),
         ([(0.25, None)], None),
