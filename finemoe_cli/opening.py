@@ -13,7 +13,7 @@ import typer
 from engine.budget import ExpertBudget, format_bytes
 from finemoe_cli.console import note, progress
 from finemoe_cli.interrupts import ending_at_once
-from finemoe_cli.profiles import find_profile
+from finemoe_cli.profiles import find_profile, load_plan
 from finemoe_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -114,11 +114,12 @@ def open_engine(
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
 
-    policy, distance = None, DEFAULT_DISTANCE
+    policy, distance, plan = None, DEFAULT_DISTANCE, None
     if library is not None:
         distance = library.description.distance
         if (profile := find_profile(settings, source)) is not None:
             policy, distance = profile.policy, profile.distance
+            plan = load_plan(settings, source, profile)
             note(f"profile of this machine: policy {policy}, prefetch distance {distance}")
     with progress() as display:
         loading = display.add_task(f"loading {source.name}", total=None)
@@ -130,6 +131,7 @@ def open_engine(
             library=library,
             policy=policy,
             distance=distance,
+            adaptive=plan,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +16,14 @@ from engine.errors import UsageError
 from engine.plots import check_plot_path, write_plot
 from finemoe_cli.console import note, write_json
 from finemoe_cli.opening import JsonOption, LimitOption, ModelOption, open_prompt_set, open_source
+from finemoe_cli.profiles import predictor_name
 from finemoe_cli.quantities import parse_size
 from finemoe_cli.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from engine.adaptive import AdaptivePlan
     from engine.source import ModelSource
+    from engine.traces import RoutingTrace
     from finemoe_cli.profile_report import Findings, LiveCheck
     from finemoe_cli.profiling import ProfileRun
 
@@ -118,11 +123,12 @@ def profile(
     found = _profile(settings, dataset, limit, seed, max_new_tokens, seconds, context)
     _keep(settings, found)
     if plot is not None:
-        from finemoe_cli.profile_report import plot_panels
+        from finemoe_cli.profile_text import plot_panels
 
         write_plot(plot, plot_panels(found))
         note(f"plots: {plot}")
-    from finemoe_cli.profile_report import as_object, write_text
+    from finemoe_cli.profile_report import as_object
+    from finemoe_cli.profile_text import write_text
 
     write_json(as_object(found)) if as_json else write_text(found)
 
@@ -155,6 +161,8 @@ def _profile(
     capacity = settings.map_capacity or DEFAULT_CAPACITY
     distances = [d for d in DISTANCES if d < test.manifest.layers] or [1]
     planner = Planner(store, test, run.measures.hardware, capacity)
+    plan = planner.fit.plan(run.measures.hardware, run.slots)
+    planner.decisions = _time_decisions(store, test, plan, capacity)
     choice = planner.choose(distances, run.slots)
     outlooks = [planner.look_at(share, choice) for share in SHARES]
     return Findings(
@@ -165,13 +173,30 @@ def _profile(
         fit=check_fit(footprint, context, *memory, shared=run.device.type == "cpu"),
         context=context,
         held_out_steps=test.iterations,
-        recall=measure_recall(store, test, distances, capacity),
+        recall=measure_recall(planner.fit.predictors, test, distances),
         choice=choice,
         outlooks=outlooks,
         enough=find_enough(outlooks),
+        plan=plan,
         live=_compare(run),
         seconds=time.perf_counter() - began,
     )
+
+
+def _time_decisions(store: RoutingTrace, test: RoutingTrace, plan: AdaptivePlan, capacity: int) -> dict[str, float]:
+    """Seconds that each policy takes to decide in a step, with a library of the store's side."""
+    from engine.decisions import fill_library, measure_decisions
+    from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs
+    from engine.policy_names import POLICIES
+    from store.index import ResidentIndex
+
+    manifest = test.manifest
+    assert manifest.hidden_size is not None
+    library = ResidentIndex(manifest.layers, manifest.experts, manifest.hidden_size, capacity)
+    fill_library(library, store)
+    shape = (manifest.layers, manifest.experts, manifest.top_k)
+    inputs = PolicyInputs(*shape, DEFAULT_DISTANCE, library=library, history=store, adaptive=plan)
+    return measure_decisions((policy.name for policy in POLICIES), inputs, test)
 
 
 def _check_length(source: ModelSource, max_new_tokens: int) -> None:
@@ -202,9 +227,11 @@ def _compare(run: ProfileRun) -> LiveCheck | None:
 
 
 def _keep(settings: Settings, found: Findings) -> None:
+    from engine.predictors.packing import pack_predictors
     from engine.profiles import Profile
     from finemoe_cli.profile_report import as_object
     from store.catalog import Catalog
+    from store.predictors import save_predictor
     from store.profiles import save_profile
 
     kept = Profile(
@@ -215,8 +242,10 @@ def _keep(settings: Settings, found: Findings) -> None:
         cache=settings.cache.text,
         report=as_object(found),
     )
-    catalog = Catalog.open(settings.home_folder, settings.catalog_url.value)
-    try:
-        save_profile(catalog, found.source.fingerprint, found.source.name, kept)
-    finally:
-        catalog.close()
+    model = found.source.fingerprint, found.source.name
+    with closing(Catalog.open(settings.home_folder, settings.catalog_url.value)) as catalog:
+        # First what a profile may refer to: whatever comes between, no profile lacks it.
+        settled = None if found.plan.settings is None else asdict(found.plan.settings)
+        about = {"adaptive": settled, "capacity": found.run.slots}
+        save_predictor(catalog, *model, predictor_name(kept.machine), about, pack_predictors(found.plan.predictors))
+        save_profile(catalog, *model, kept)

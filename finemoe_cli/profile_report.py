@@ -1,17 +1,13 @@
-"""What ``finemoe profile`` found, as one object for programs, as tables for people, and as plots."""
+"""What ``finemoe profile`` found, as one object for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.budget import format_bytes
-from engine.plots import Panel, Series
-from finemoe_cli.console import write, write_table
-from finemoe_cli.tables import OutputFormat, write_records
-
 if TYPE_CHECKING:
+    from engine.adaptive import AdaptivePlan
     from engine.footprint import Fit, ModelFootprint
     from engine.planning import BudgetOutlook, Choice, Expectation
     from engine.prompts import PromptSet
@@ -59,6 +55,7 @@ class Findings:
     choice: Choice
     outlooks: Sequence[BudgetOutlook]
     enough: float | None
+    plan: AdaptivePlan
     live: LiveCheck | None
     seconds: float
 
@@ -90,6 +87,7 @@ def as_object(found: Findings) -> dict[str, Any]:
             "policy": found.choice.policy,
             "distance": found.choice.distance,
             "reason": found.choice.reason,
+            "adaptive": None if found.plan.settings is None else asdict(found.plan.settings),
         },
         "budgets": [_outlook_object(o, measures.hardware.expert_bytes) for o in found.outlooks],
         "enough": found.enough
@@ -143,95 +141,7 @@ def size_object(footprint: ModelFootprint, context: int) -> dict[str, Any]:
 def enough_rule() -> str:
     from engine.planning import STOPS_PAYING
 
-    return f"the least budget of which twice as much gives less than {STOPS_PAYING:.0%} more tokens/s"
-
-
-def fit_sentence(footprint: ModelFootprint, fit: Fit, context: int) -> str:
-    """Whether a model fits, and what decides it."""
-    device = (
-        f"{format_bytes(fit.device_bytes)} on the device (dense part {format_bytes(footprint.dense_bytes)}, "
-        f"{footprint.top_k + 1} experts {format_bytes(footprint.least_budget_bytes)}, "
-        f"key/value cache of {context:,} tokens {format_bytes(footprint.cache_bytes(context))})"
-    )
-    host = f"{format_bytes(fit.host_bytes)} in host memory"
-    if fit.fits:
-        return f"yes: needs {device} and {host}; room for an expert budget of {format_bytes(fit.budget_bytes)}"
-    lacking = [what for what, fits in ((device, fit.device_fits), (host, fit.host_fits)) if not fits]
-    return f"no: needs {' and '.join(lacking)}, which is more than there is"
-
-
-def write_text(found: Findings) -> None:
-    """Tables and sentences."""
-    run, choice = found.run, found.choice
-    measures = run.measures
-    link, layer, hardware = measures.link, measures.layer, measures.hardware
-    fingerprint = found.source.fingerprint
-    rate = format_rate
-    write_table(
-        {
-            "model": f"{found.source.name}: {fingerprint.describe()}",
-            "machine": measures.machine.describe(),
-            "link": f"{rate(link.bandwidth)}, latency {link.latency_seconds * 1e6:.1f} us; an expert of "
-            f"{format_bytes(hardware.expert_bytes)} in {link.samples[-1].seconds * 1e3:.3f} ms, "
-            f"{hardware.copy_seconds * 1e3:.3f} ms with the engine's own work",
-            "layer": f"{layer.layer_seconds * 1e3:.3f} ms with all experts resident: attention and gate "
-            f"{layer.attention_seconds * 1e3:.3f}, experts {layer.experts_seconds * 1e3:.3f} "
-            f"({layer.expert_seconds * 1e3:.3f} a product)",
-            "reading": f"checkpoint {rate(measures.checkpoint_read_rate)}, host memory {rate(measures.host_read_rate)}",
-            "loading": f"{measures.loading_seconds:.1f} s, {rate(_loading_rate(found))}",
-            "fits": fit_sentence(found.footprint, found.fit, found.context),
-            "recorded": f"{len(run.trace.requests)} requests of {found.prompts.name}, "
-            f"{run.trace.decode_only().iterations} decode steps, {found.held_out_steps} of them held out",
-            "replay": _live_sentence(found.live),
-        }
-    )
-    budget = f"{run.slots} of {fingerprint.layers * fingerprint.experts} experts"
-    _table("recall of routed experts among the K likeliest, by layers ahead", recall_rows(found.recall))
-    _table(f"{choice.curve[0].policy} by prefetch distance, {budget}", [_expectation_row(e) for e in choice.curve])
-    _table(f"policies at their best distance, {budget}", [_expectation_row(e) for e in choice.policies])
-    _table("expected by budget", [_outlook_row(o, found) for o in found.outlooks])
-    write("\n")
-    write_table({"choice": choice.reason, "enough": _enough_sentence(found)})
-
-
-def plot_panels(found: Findings) -> list[Panel]:
-    """Expected tokens/s by budget, and stall by prefetch distance."""
-
-    def speeds(name: str) -> list[tuple[float, float]]:
-        cells = [(o.share, getattr(o, name)) for o in found.outlooks]
-        return [(100 * share, cell.tokens_per_second) for share, cell in cells if cell is not None]
-
-    curve = found.choice.curve
-    return [
-        Panel(
-            f"{found.source.name}: expected speed",
-            "expert budget [% of all experts]",
-            "tokens/s",
-            [
-                Series(found.choice.policy, speeds("chosen")),
-                Series("lru", speeds("baseline")),
-                Series("knowing the future", speeds("bound"), dashed=True),
-            ],
-        ),
-        Panel(
-            f"{curve[0].policy} with {found.run.slots} experts on the device",
-            "prefetch distance [layers]",
-            "stall a token [ms]",
-            [Series(curve[0].policy, [(e.distance or 0, _stall_ms(e)) for e in curve])],
-        ),
-    ]
-
-
-def recall_rows(recall: Sequence[Recall]) -> list[dict[str, Any]]:
-    """A row a predictor, a column a distance."""
-    rows: dict[str, dict[str, Any]] = {}
-    for cell in recall:
-        rows.setdefault(cell.predictor, {"predictor": cell.predictor})[f"{cell.distance}"] = cell.recall
-    return list(rows.values())
-
-
-def format_rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"the least budget from which on twice as much gives less than {STOPS_PAYING:.0%} more tokens/s"
 
 
 def _measures_object(measures: Measures, found: Findings) -> dict[str, Any]:
@@ -256,11 +166,11 @@ def _measures_object(measures: Measures, found: Findings) -> dict[str, Any]:
         "host_read_bytes_per_second": measures.host_read_rate,
         "checkpoint_read_bytes_per_second": measures.checkpoint_read_rate,
         "loading_seconds": measures.loading_seconds,
-        "loading_bytes_per_second": _loading_rate(found),
+        "loading_bytes_per_second": loading_rate(found),
     }
 
 
-def _loading_rate(found: Findings) -> float:
+def loading_rate(found: Findings) -> float:
     return (found.footprint.dense_bytes + found.footprint.experts_bytes) / found.run.measures.loading_seconds
 
 
@@ -273,26 +183,10 @@ def _expectation_object(e: Expectation) -> dict[str, Any]:
         "late": outcome.late,
         "miss": outcome.miss,
         "bytes_per_step": outcome.bytes_moved / outcome.iterations,
-        "stall_seconds": outcome.stall_seconds / outcome.iterations,
-        "expected_tpot_seconds": outcome.tpot_seconds,
+        "stall_seconds": e.stall_seconds,
+        "decision_seconds": e.decision_seconds,
+        "expected_tpot_seconds": e.tpot_seconds,
     }
-
-
-def _expectation_row(e: Expectation) -> dict[str, Any]:
-    outcome = e.outcome
-    return {
-        "policy": e.policy,
-        "distance": e.distance or "-",
-        "hit": outcome.hit,
-        "late": outcome.late,
-        "miss": outcome.miss,
-        "stall_ms": _stall_ms(e),
-        "tpot_ms": outcome.tpot_seconds * 1e3,
-    }
-
-
-def _stall_ms(e: Expectation) -> float:
-    return e.outcome.stall_seconds / e.outcome.iterations * 1e3
 
 
 def _outlook_object(outlook: BudgetOutlook, expert_bytes: int) -> dict[str, Any]:
@@ -307,35 +201,3 @@ def _outlook_object(outlook: BudgetOutlook, expert_bytes: int) -> dict[str, Any]
         "fits_a_token": outlook.chosen is not None,
         **{f"{name}tokens_per_second": value for name, value in speed.items()},
     }
-
-
-def _outlook_row(outlook: BudgetOutlook, found: Findings) -> dict[str, Any]:
-    cells = {found.choice.policy: outlook.chosen, "lru": outlook.baseline, "bound": outlook.bound}
-    return {
-        "cache": f"{outlook.share:.0%}",
-        "bytes": outlook.capacity * found.run.measures.hardware.expert_bytes,
-        "experts": outlook.capacity,
-        **{f"{name} tokens/s": "too small" if cell is None else cell.tokens_per_second for name, cell in cells.items()},
-    }
-
-
-def _live_sentence(live: LiveCheck | None) -> str:
-    if live is None:
-        return "not compared with the live engine: too little time"
-    return (
-        f"{live.replayed_seconds * 1e3:.2f} ms a token, {live.replayed_stall * 1e3:.2f} of it waiting, where the live "
-        f"engine's median was {live.median_seconds * 1e3:.2f} and {live.median_stall * 1e3:.2f} "
-        f"({live.ratio:.2f} of its time; lru, {live.steps} steps)"
-    )
-
-
-def _enough_sentence(found: Findings) -> str:
-    if found.enough is None:
-        return "no budget of the table holds the experts of one token"
-    size = format_bytes(round(found.enough * found.footprint.slots_bytes))
-    return f"from {found.enough:.0%} of the experts ({size}) on more memory stops paying: {enough_rule()}"
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
-    write(f"\n{title}\n\n")
-    write_records(rows, OutputFormat.md, list(rows[0]))

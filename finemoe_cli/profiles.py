@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from finemoe_cli.console import note
 from finemoe_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from engine.profiles import Profile
+    from engine.adaptive import AdaptivePlan
+    from engine.profiles import MachineIdentity, Profile
     from engine.source import ModelSource
 
 
@@ -24,13 +26,39 @@ def find_profile(settings: Settings, source: ModelSource) -> Profile | None:
     if url is None and not catalog_file(settings.home_folder).exists():
         return None
     machine = identify_machine(choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config))
-    catalog = Catalog.open(settings.home_folder, url)
-    try:
+    with closing(Catalog.open(settings.home_folder, url)) as catalog:
         profile = load_profile(catalog, source.fingerprint, machine)
         if profile is None and (others := profiled_machines(catalog, source.fingerprint)):
             note(
                 f"profile ignored: it is of another machine ({others[0].describe()}); 'finemoe profile' makes one here"
             )
         return profile
-    finally:
-        catalog.close()
+
+
+def load_plan(settings: Settings, source: ModelSource, profile: Profile) -> AdaptivePlan | None:
+    """What ``adaptive`` was fitted to on this machine; None where the profile has chosen another policy.
+
+    Raises:
+        PolicyError: what was kept is damaged, or of another release.
+    """
+    if profile.policy != "adaptive":
+        return None
+    from engine.adaptive import AdaptivePlan, AdaptiveSettings
+    from engine.predictors.packing import unpack_predictors
+    from store.catalog import Catalog
+    from store.predictors import load_predictor
+
+    with closing(Catalog.open(settings.home_folder, settings.catalog_url.value)) as catalog:
+        found = load_predictor(catalog, source.fingerprint, predictor_name(profile.machine))
+    if found is None:
+        return None
+    kept, data = found
+    chosen = None if kept["adaptive"] is None else AdaptiveSettings(**kept["adaptive"])
+    # Another budget has room for another number of experts, which is not known before the engine is open.
+    capacity = kept["capacity"] if settings.cache.text == profile.cache else None
+    return AdaptivePlan(unpack_predictors(data), chosen, profile.hardware, capacity)
+
+
+def predictor_name(machine: MachineIdentity) -> str:
+    """Under which the catalog keeps what a machine's profile has fitted."""
+    return f"profile {machine.digest}"

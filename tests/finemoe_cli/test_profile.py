@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -10,7 +12,13 @@ from transformers import MixtralConfig
 
 from engine.errors import FinemoeError, UsageError
 from engine.plots import PlotError
-from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
+from engine.steps import GenerationSettings
+from finemoe_cli.opening import open_engine, open_source, open_store
+from finemoe_cli.profiles import find_profile
+from finemoe_cli.settings import load_settings
+from store.catalog import Catalog
+from store.profiles import save_profile
+from tests.finemoe_cli.conftest import Outcome, Starter, environment_for, interrupt, run_here, wait_for
 
 QUICK = ("--seconds", "0", "--max-new-tokens", "6")
 
@@ -45,7 +53,15 @@ def test_json_has_every_figure(profiled: tuple[Path, Outcome]) -> None:
     assert report["decode_steps"] > report["held_out_steps"] > 0
     assert [copy["bytes"] for copy in report["link"]["copies"]] == [4096, 16384, 65536, 73728]
     recall = {(r["predictor"], r["distance"]): r["recall"] for r in report["recall"]}
-    assert {predictor for predictor, _ in recall} >= {"popularity", "recency", "semantic", "trajectory"}
+    assert {predictor for predictor, _ in recall} >= {
+        "popularity",
+        "recency-0.85",
+        "semantic",
+        "trajectory",
+        "gate",
+        "ridge",
+        "mix",
+    }
     assert {distance for _, distance in recall} == {1, 2, 3, 4, 6}
     assert all(0 <= share <= 1 for share in recall.values())
     assert [row["distance"] for row in report["distances"]] == [1, 2, 3, 4, 6]
@@ -85,6 +101,30 @@ def test_chat_runs_as_profiled(profiled: tuple[Path, Outcome]) -> None:
     chat = run_here(folder, "chat", "-p", "One.", "--max-tokens", "2")
     assert f"profile of this machine: policy {choice['policy']}, prefetch distance {choice['distance']}" in chat.stderr
     assert "ignored" not in chat.stderr
+
+
+@pytest.mark.parametrize("policy", ["finemoe", "adaptive"])
+def test_an_engine_opens_with_the_policy_and_distance_of_the_profile(
+    profiled: tuple[Path, Outcome], policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment_for(profiled[0]).items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    source = open_source(settings)
+    found = find_profile(settings, source)
+    assert found is not None
+    with closing(Catalog.open(settings.home_folder)) as catalog:
+        save_profile(catalog, source.fingerprint, "demo", replace(found, policy=policy, distance=5))
+    try:
+        with open_store(settings, source) as maps:
+            maps.begin_run("chat")
+            with open_engine(settings, source, maps) as engine:
+                assert (engine.policy, engine.distance) == (policy, 5)
+                assert len(list(engine.generate([[5, 6]], GenerationSettings(3, ignore_eos=True)))) == 3
+    finally:
+        with closing(Catalog.open(settings.home_folder)) as catalog:
+            save_profile(catalog, source.fingerprint, "demo", found)
+    assert f"profile of this machine: policy {policy}, prefetch distance 5" in capsys.readouterr().err
 
 
 def test_the_profile_of_another_machine_is_ignored(profiled: tuple[Path, Outcome]) -> None:
