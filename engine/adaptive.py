@@ -14,6 +14,7 @@ from engine.observations import ObservedGate, ObservedIteration
 from engine.policies import NOT_SEARCHED, NOTHING, Offers
 from engine.predictors.fitted import FittedPredictors, Forecast
 from engine.predictors.live import LiveForecast
+from engine.predictors.online import OnlinePredictors
 from engine.selection import select_deliverable
 from engine.traces import TracedRequest
 from engine.transfer_queue import Prefetch
@@ -69,7 +70,7 @@ class Adaptive:
         self._rule = ExpectedUse(layers, experts, settings.discount, settings.price, capacity)
         self.rule: EvictionRule = self._rule
         self.needs_gate_inputs = predictors.reads_gate_inputs
-        self._predictors = predictors
+        self._predictors = OnlinePredictors(predictors)
         self._settings = settings
         self._hardware = hardware
         self._sequences: dict[int, LiveForecast] = {}
@@ -79,7 +80,7 @@ class Adaptive:
     def begin(self, iteration: ObservedIteration) -> Offers:
         earlier, discount = self._sequences, self._settings.discount
         self._sequences = {
-            n: earlier[n] if n in earlier else LiveForecast(self._predictors, discount) for n in iteration.sequences
+            n: earlier[n] if n in earlier else self._predictors.follow(discount) for n in iteration.sequences
         }
         layers = len(self._rule.worth)
         self._begun = iteration.number * layers

@@ -12,8 +12,9 @@ from engine.eviction import LeastRecentlyUsed
 from engine.expected_use import BYTES_ALLOWED
 from engine.hardware import Hardware
 from engine.policies import PreparedOnDemand, PreparedPolicy
-from engine.predictors.fitted import DISCOUNTS, FittedPredictors, Forecast
+from engine.predictors.fitted import DISCOUNTS, FittedPredictors
 from engine.predictors.fitting import DEPTH, fit_predictors
+from engine.predictors.online import RequestOrder, RequestReader
 from engine.replay import Replay, ReplayOutcome
 from engine.traces import RoutingTrace, TracedRequest
 
@@ -39,11 +40,18 @@ class AdaptiveFit:
     def __init__(self, store: RoutingTrace) -> None:
         self._store = store.decode_only()
         self.settings = cache(self._choose)
-        self.forecast = cache(lambda request, discount: self.predictors.forecast(request, discount))
 
     @cached_property
     def predictors(self) -> FittedPredictors:
         return fit_predictors(self._store)
+
+    def forecasts(self) -> RequestReader:
+        """Forecasts for one replay of requests, whichever they are; replays of the same ones share them."""
+        return self._order.reader()
+
+    @cached_property
+    def _order(self) -> RequestOrder:
+        return RequestOrder(self.predictors)
 
     def plan(self, hardware: Hardware | None, capacity: int | None = None, in_place: bool = False) -> AdaptivePlan:
         """For a live engine; with middling settings where its hardware or the experts it has room for are not known."""
@@ -81,20 +89,16 @@ class _Trial:
 
     def __init__(self, store: RoutingTrace) -> None:
         known, held_out = store.split(_STORE_SHARE)
-        self._predictors = fit_predictors(known)
+        self._order = RequestOrder(fit_predictors(known))
         self._test = _first(held_out, _ITERATIONS)
-        self._forecast = cache(self._predict)
         self.replay = cache(self._replay)
-
-    def _predict(self, request: TracedRequest, discount: float) -> Forecast:
-        return self._predictors.forecast(request, discount)
 
     def replay_lru(self, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
         return self._run(PreparedOnDemand(LeastRecentlyUsed(self._test.manifest.keys)), hardware, capacity, in_place)
 
     def _replay(self, settings: AdaptiveSettings, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:
         manifest = self._test.manifest
-        policy = PreparedAdaptive(manifest.layers, manifest.experts, hardware, capacity, settings, self._forecast)
+        policy = PreparedAdaptive(manifest.layers, manifest.experts, hardware, capacity, settings, self._order.reader())
         return self._run(policy, hardware, capacity, in_place)
 
     def _run(self, policy: PreparedPolicy, hardware: Hardware, capacity: int, in_place: bool) -> ReplayOutcome:

@@ -129,7 +129,7 @@ class PolicyFactory:
         if settings is None:
             return PreparedOnDemand(LeastRecentlyUsed(manifest.keys))
         return PreparedAdaptive(
-            manifest.layers, manifest.experts, self._hardware, capacity, settings, self._fit.forecast
+            manifest.layers, manifest.experts, self._hardware, capacity, settings, self._fit.forecasts()
         )
 
     def _speculative(self, name: str, distance: int) -> PreparedPolicy:

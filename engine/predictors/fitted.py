@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from engine.predictors.knowledge import Knowledge, Scan
+from engine.predictors.lessons import RequestLessons
 from engine.predictors.mix import Mix
 from engine.predictors.request_state import BLOCK, RequestState
 from engine.records import Phase
@@ -57,8 +58,8 @@ class FittedPredictors:
     def reads_gate_inputs(self) -> bool:
         return self.knowledge.maps is not None
 
-    def forecast(self, request: TracedRequest, discount: float) -> Forecast:
-        """Estimates for every iteration of a request."""
+    def forecast(self, request: TracedRequest, discount: float, lessons: RequestLessons | None = None) -> Forecast:
+        """Estimates for every iteration of a request; ``lessons`` are given what can be learnt of it."""
         knowledge = self.knowledge
         layers, experts = knowledge.popularity.shape
         count = len(request)
@@ -80,13 +81,18 @@ class FittedPredictors:
             known = self.following(scan, None if inputs is None else inputs[:, -1], discount)
             after = slice(rows.start + 1, rows.stop + 1)
             upcoming[after], values[after] = known
-            start[rows] = self.start(scan, upcoming[rows], block.embeddings)
+            if lessons is not None:
+                lessons.begin(len(block.maps))
+            start[rows] = self.start(scan, upcoming[rows], block.embeddings, lessons)
             for layer in range(layers):
                 read = None if inputs is None else inputs[:, layer]
                 scan.advance(layer)
                 left[rows, layer] = self.left(scan, layer, read, discount)
-                for i, likely in enumerate(self.ahead(scan, layer, start[rows], read)):
+                for i, likely in enumerate(self.ahead(scan, layer, start[rows], read, lessons)):
                     current[rows, layer, i] = likely
+            if lessons is not None:
+                for layer in range(layers):
+                    lessons.settle(layer, block.uses[:, layer])
             scan.close()
         return Forecast(upcoming, start, current, values, left)
 
@@ -103,24 +109,45 @@ class FittedPredictors:
         """The probabilities alone."""
         return self._mix("next", inputs)(scan.following(inputs))
 
-    def start(self, scan: Scan, upcoming: np.ndarray, embeddings: np.ndarray | None) -> np.ndarray:
+    def start(
+        self,
+        scan: Scan,
+        upcoming: np.ndarray,
+        embeddings: np.ndarray | None,
+        lessons: RequestLessons | None = None,
+    ) -> np.ndarray:
         """As iterations of these embeddings [B, h] begin: probabilities of use in them, ``upcoming`` having been so."""
         if embeddings is None or "start" not in self.mixes:
             return upcoming
-        return self.mixes["start"](scan.start(upcoming, embeddings))
+        mix, features = self.mixes["start"], scan.start(upcoming, embeddings)
+        if lessons is not None:
+            for layer in range(upcoming.shape[1]):
+                lessons.note(mix, "start", layer, {name: f[:, layer] for name, f in features.items()})
+        return mix(features)
 
     def left(self, scan: Scan, layer: int, inputs: np.ndarray | None, discount: float) -> np.ndarray:
         """Once gate ``layer`` has decided, having read inputs [B, H]: values [B, J] of its layer from then on."""
         return self._mix(f"left-{discount:g}", inputs)(scan.after(layer, inputs))[:, 0]
 
-    def ahead(self, scan: Scan, layer: int, known: np.ndarray, inputs: np.ndarray | None) -> Iterator[np.ndarray]:
+    def ahead(
+        self,
+        scan: Scan,
+        layer: int,
+        known: np.ndarray,
+        inputs: np.ndarray | None,
+        lessons: RequestLessons | None = None,
+    ) -> Iterator[np.ndarray]:
         """At that moment: probabilities [B, J] of use in the layers after it, nearest first; ``known`` before it."""
         if layer == len(self.knowledge.popularity) - 1:
             return
         features = scan.ahead(layer, known, inputs)
         for i in range(features["prior"].shape[1]):
-            mix = self._mix(f"ahead-{i + 1}", inputs)
-            yield mix({name: features[name][:, i] for name in mix.names})
+            moment = f"ahead-{i + 1}" if inputs is None else f"ahead-{i + 1}{HIDDEN}"
+            mix = self.mixes[moment]
+            here = {name: features[name][:, i] for name in mix.names}
+            if lessons is not None:
+                lessons.note(mix, moment, layer + 1 + i, here)
+            yield mix(here)
 
     def _mix(self, moment: str, inputs: np.ndarray | None) -> Mix:
         return self.mixes[moment if inputs is None else moment + HIDDEN]

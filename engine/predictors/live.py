@@ -6,6 +6,7 @@ import numpy as np
 
 from engine.predictors.fitted import FittedPredictors, steady_value, token_uses
 from engine.predictors.knowledge import Scan
+from engine.predictors.lessons import RequestLessons
 from engine.predictors.request_state import RequestState
 from engine.records import Phase
 
@@ -18,9 +19,10 @@ class LiveForecast:
         values: float32 [L, J], expected discounted next use before it.
     """
 
-    def __init__(self, fitted: FittedPredictors, discount: float) -> None:
+    def __init__(self, fitted: FittedPredictors, discount: float, lessons: RequestLessons | None = None) -> None:
         self._fitted = fitted
         self._discount = discount
+        self._lessons = lessons
         popularity = fitted.knowledge.popularity
         self._state = RequestState(popularity)
         self._phase: Phase = "decode"
@@ -33,7 +35,9 @@ class LiveForecast:
         self._phase = phase
         self._scan = Scan(self._fitted.knowledge, self._state, 1)
         embeddings = None if embedding is None else embedding[None]
-        self._known = self._fitted.start(self._scan, self.upcoming[None], embeddings)
+        if self._lessons is not None:
+            self._lessons.begin(1)
+        self._known = self._fitted.start(self._scan, self.upcoming[None], embeddings, self._lessons)
         return self._known[0]
 
     def observe(
@@ -50,9 +54,11 @@ class LiveForecast:
         read = None if inputs is None or not fitted.reads_gate_inputs else inputs[None]
         used = token_uses(probabilities[None], uses[None], self._phase, knowledge.top_k)
         scan.fill(layer, probabilities[None], used)
+        if self._lessons is not None:
+            self._lessons.settle(layer, used)
         scan.advance(layer)
         left = fitted.left(scan, layer, read, self._discount)[0]
-        ahead = [likely[0] for likely in fitted.ahead(scan, layer, self._known, read)]
+        ahead = [likely[0] for likely in fitted.ahead(scan, layer, self._known, read, self._lessons)]
         if layer == len(knowledge.popularity) - 1:
             upcoming, values = fitted.following(scan, read, self._discount)
             self.upcoming, self.values = upcoming[0], values[0]

@@ -14,6 +14,7 @@ from engine.hardware import Hardware
 from engine.observations import ObservedGate, ObservedIteration
 from engine.policy_names import PolicyFactory
 from engine.predictors.fitting import fit_predictors
+from engine.predictors.online import OnlinePredictors
 from engine.replay import Replay, ReplayOutcome
 from engine.streamed import Streamed
 from engine.traces import RoutingTrace
@@ -74,9 +75,9 @@ def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
 
 @pytest.mark.parametrize("capacity", [6, 16])
 def test_both_forms_decide_alike(capacity: int) -> None:
-    store, test = gated_trace(10, 30, seed=1), gated_trace(4, 30, seed=2)
+    store, test = gated_trace(10, 30, seed=1), gated_trace(8, 40, seed=2)
     predictors = fit_predictors(store, depth=3)
-    prepared = PreparedAdaptive(4, 8, MACHINE, capacity, SETTINGS, predictors.forecast)
+    prepared = PreparedAdaptive(4, 8, MACHINE, capacity, SETTINGS, OnlinePredictors(predictors).forecast)
     live = Streamed(Adaptive(predictors, SETTINGS, MACHINE, capacity), 8)
     assert replay(test, prepared, capacity) == replay(test, live, capacity)
 
