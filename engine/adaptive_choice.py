@@ -21,10 +21,10 @@ from engine.traces import RoutingTrace, TracedRequest
 NEVER = 2.0
 """A threshold that no probability reaches: evict by expected use, fetch nothing ahead."""
 
-THRESHOLDS = (NEVER, 0.25, 0.4, 0.55, 0.7, 0.85)
-_MIDDLE = AdaptiveSettings(discount=0.75, threshold=0.55, depth=DEPTH)
+THRESHOLDS = (NEVER, 0.25, 0.45, 0.65, 0.85)
+_MIDDLE = AdaptiveSettings(discount=0.75, threshold=0.65, depth=DEPTH)
 _STORE_SHARE = 0.7
-_ITERATIONS = 600
+_ITERATIONS = 500
 _WARM_UP = 100
 _FEWEST = 4
 _PRICES = (0.0, 0.1, 0.3, 0.6)

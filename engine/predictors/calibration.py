@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.predictors.fitted import HIDDEN, FittedPredictors
 from engine.predictors.fitting import AHEAD, GATES, NEXT, NEXT_RIDGE, START
-from engine.predictors.mix import Mix
+from engine.predictors.mix import Mix, log_loss
 from engine.predictors.row_sample import RowSample
 from engine.predictors.sampling import RequestSampler
 from engine.traces import TracedRequest
@@ -64,9 +64,7 @@ def measure_reliability(said: np.ndarray, happened: np.ndarray, bins: int = BINS
     counts = np.bincount(place, minlength=bins)
     kept = counts > 0
     mean_said, mean_seen = (np.bincount(place, values, bins)[kept] / counts[kept] for values in (said, happened))
-    bounded = np.clip(said, 1e-6, 1 - 1e-6)
-    loss = -(happened * np.log(bounded) + (1 - happened) * np.log(1 - bounded)).mean()
-    return Reliability(mean_said, mean_seen, counts[kept], float(loss))
+    return Reliability(mean_said, mean_seen, counts[kept], log_loss(said, happened))
 
 
 def judge_predictors(
@@ -92,7 +90,7 @@ def _draw(fitted: FittedPredictors, requests: Sequence[TracedRequest], seed: int
     sample = RowSample(seed)
     sampler = RequestSampler(fitted, sample, known_requests=False)
     for request in requests:
-        sampler.add_visits(request)
+        sampler.add_next(request)
         sampler.add_starts(request)
         sampler.add_ahead(request)
     return sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from engine.predictors.fitted import DISCOUNTS, HIDDEN, FittedPredictors
 from engine.predictors.gates import fit_embedding_map, fit_gate_maps
 from engine.predictors.habits import RECENCIES
 from engine.predictors.knowledge import Knowledge
-from engine.predictors.mix import Mix
+from engine.predictors.mix import Mix, log_loss
 from engine.predictors.row_sample import RowSample
 from engine.predictors.sampling import RequestSampler
 from engine.predictors.similar import FOLDS, NEIGHBOURS
@@ -24,7 +25,11 @@ MAPS = 8192
 """Stored iterations searched at most: recall rises with their number, time too."""
 
 _TRAINING_REQUESTS = 12
-_SHARPNESS, _PRIOR = 25.0, 0.5
+SHARPNESSES = (6.0, 12.0, 25.0)
+"""How fast the say of a stored or earlier iteration may fall with its cosine, see ``Similar``."""
+
+_SHARPNESS_REQUESTS = 4
+_PRIOR = 0.5
 
 AFTER = (*RECENCIES, "previous", "previous-margin", "popularity", "successors", "own-successors")
 NEXT = (*AFTER, "activation-counts")
@@ -44,6 +49,7 @@ def fit_predictors(store: RoutingTrace, depth: int = DEPTH, maps: int = MAPS) ->
     """
     store = store.decode_only()
     knowledge = _gather(store, depth, maps)
+    knowledge = replace(knowledge, sharpness=_choose_sharpness(knowledge, store.requests))
     step = max(2, -(-len(store.requests) // _TRAINING_REQUESTS))
     training = store.requests[::step]
     others = [r for i, r in enumerate(store.requests) if i % step] or list(store.requests)
@@ -65,9 +71,24 @@ def _gather(store: RoutingTrace, depth: int, maps: int) -> Knowledge:
         gates=store.manifest.gates,
         maps=None,
         embedding_map=None,
-        sharpness=_SHARPNESS,
+        sharpness=SHARPNESSES[0],
         prior=_PRIOR,
     )
+
+
+def _choose_sharpness(knowledge: Knowledge, requests: Sequence[TracedRequest]) -> float:
+    """The one with which the next iteration is told best."""
+    some = requests[:: max(1, len(requests) // _SHARPNESS_REQUESTS)][:_SHARPNESS_REQUESTS]
+
+    def loss(sharpness: float) -> float:
+        sample = RowSample()
+        sampler = RequestSampler(FittedPredictors(replace(knowledge, sharpness=sharpness), {}), sample, True)
+        for request in some:
+            sampler.add_next(request)
+        said = sample.fit("next", NEXT)(sample.rows("next"))
+        return log_loss(said, sample.outcome("next"))
+
+    return min(SHARPNESSES, key=loss)
 
 
 def _with_linear_maps(knowledge: Knowledge, requests: list[TracedRequest]) -> Knowledge:
@@ -92,7 +113,8 @@ def _fit_mixes(knowledge: Knowledge, training: Sequence[TracedRequest]) -> dict[
             mixes[moment + HIDDEN] = sample.fit(moment, (*names, *more))
 
     for request in training:
-        sampler.add_visits(request)
+        sampler.add_next(request)
+        sampler.add_left(request)
     fit("next", NEXT, NEXT_RIDGE)
     for discount in DISCOUNTS:
         fit(f"value-{discount:g}", NEXT, NEXT_RIDGE)

@@ -32,6 +32,12 @@ class Mix:
         return sigmoid(total).astype(np.float32, copy=False)
 
 
+def log_loss(said: np.ndarray, happened: np.ndarray) -> float:
+    """Mean negative logarithm, in nats, of the probability [N] that was given to what happened, [N] of 0 or 1."""
+    bounded = np.clip(said.astype(np.float64), 1e-6, 1.0 - 1e-6)
+    return float(-(happened * np.log(bounded) + (1.0 - happened) * np.log(1.0 - bounded)).mean())
+
+
 def fit_mix(names: Sequence[str], rows: Features, happened: np.ndarray) -> Mix:
     """The mix of maximum likelihood.
 

@@ -32,21 +32,25 @@ class RequestSampler:
         self._sample = sample
         self._known_requests = known_requests
 
-    def add_visits(self, request: TracedRequest) -> None:
-        """Of next iterations (``next``, ``value-GAMMA``), and of a layer's own next visit (``left-GAMMA``)."""
+    def add_next(self, request: TracedRequest) -> None:
+        """Of next iterations (``next``, ``value-GAMMA``)."""
         uses = request.uses(self._experts)
-        popularity = self._knowledge.popularity
-        values = {g: discounted_next_use(uses, steady_value(popularity, g), g) for g in DISCOUNTS}
+        values = self._values(uses)
         for scan, block in self._scans(request):
             share = len(block.maps) / len(request)
-            # What follows the last step of a request is not known.
-            known = min(block.rows.stop, len(request) - 1) - block.rows.start
-            after = slice(block.rows.start + 1, block.rows.start + 1 + known)
+            known, after = _followed(block, request)
             scan.advance_to_end()
             features = _head(scan.following(self._inputs(block, -1)), known)
             outcomes = {"next": uses[after], **{f"value-{g:g}": v[after] for g, v in values.items()}}
             for moment, outcome in outcomes.items():
                 self._sample.add(moment, features, outcome, round(ROWS * share))
+
+    def add_left(self, request: TracedRequest) -> None:
+        """Of a layer's own next visit (``left-GAMMA``)."""
+        values = self._values(request.uses(self._experts))
+        for scan, block in self._scans(request):
+            share = len(block.maps) / len(request)
+            known, after = _followed(block, request)
             for layer in range(self._layers):
                 scan.advance(layer)
                 features = _head(scan.after(layer, self._inputs(block, layer)), known)
@@ -72,6 +76,10 @@ class RequestSampler:
                 for i in range(features["prior"].shape[1]):
                     here = {name: f[:, i] for name, f in features.items()}
                     self._sample.add(f"ahead-{i + 1}", here, block.uses[:, layer + 1 + i], count)
+
+    def _values(self, uses: np.ndarray) -> dict[float, np.ndarray]:
+        popularity = self._knowledge.popularity
+        return {g: discounted_next_use(uses, steady_value(popularity, g), g) for g in DISCOUNTS}
 
     def _scans(self, request: TracedRequest) -> Iterator[tuple[Scan, TracedBlock]]:
         """Filled scans of the whole request."""
@@ -104,6 +112,12 @@ def discounted_next_use(uses: np.ndarray, beyond: np.ndarray, discount: float) -
     for t in range(len(uses) - 1, -1, -1):
         values[t] = uses[t] + (1 - uses[t]) * discount * values[t + 1]
     return values
+
+
+def _followed(block: TracedBlock, request: TracedRequest) -> tuple[int, slice]:
+    """How many rows of a block have a successor in the request, and where those are: the last step's is not known."""
+    known = min(block.rows.stop, len(request) - 1) - block.rows.start
+    return known, slice(block.rows.start + 1, block.rows.start + 1 + known)
 
 
 def _head(features: Features, rows: int) -> Features:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.logistic import fit_logistic, sigmoid
 from engine.predictors.fitting import AHEAD, GATES, fit_predictors
-from engine.predictors.mix import Mix, fit_mix
+from engine.predictors.mix import Mix, fit_mix, log_loss
 from engine.predictors.row_sample import RowSample
 from engine.predictors.sampling import RequestSampler
 from tests.engine.sample_traces import gated_trace
@@ -41,8 +41,3 @@ def test_the_mix_beats_each_of_its_parts_on_requests_it_has_not_seen() -> None:
 def test_fractions_stand_for_shares_of_cases() -> None:
     rows = {"x": np.zeros(4)}
     assert fit_mix(["x"], rows, np.array([0.0, 0.5, 0.5, 0.5]))(rows) == pytest.approx([0.375] * 4, abs=1e-3)
-
-
-def log_loss(said: np.ndarray, happened: np.ndarray) -> float:
-    said = np.clip(said, 1e-6, 1 - 1e-6)
-    return float(-(happened * np.log(said) + (1 - happened) * np.log(1 - said)).mean())
