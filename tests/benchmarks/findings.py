@@ -4,6 +4,7 @@
     python -m tests.benchmarks.findings A2 FOLDER      adaptive, without and with hidden states, beside the study's V5
     python -m tests.benchmarks.findings B FOLDER       recall of predictors by distance
     python -m tests.benchmarks.findings F FOLDER       next-token overlap of experts against chance
+    python -m tests.benchmarks.findings A,A2 FOLDER    both, without replaying anything twice
 
 FOLDER holds the traces that ``evaluation`` names. Numbers stand as here/study. Where they differ:
 
@@ -25,12 +26,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from engine.errors import BudgetError, PolicyError
-from engine.hardware import Hardware
 from engine.policy_names import POLICIES, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.trace_files import read_trace
@@ -39,7 +40,7 @@ from tests.benchmarks.published import CACHES, LRU, MODELS, OVERLAP, OVERVIEW, R
 from tests.benchmarks.recall import print_recall
 
 FILES = {"mixtral": "mixtral-lmsys", "phi": "phi-lmsys", "qwen": "qwen-lmsys", "gpt-oss": "mmlu"}
-STUDY_STEPS = 256
+DISTANCE, MAPS = 3, 1000
 
 
 def without_hidden_states(trace: RoutingTrace) -> RoutingTrace:
@@ -48,91 +49,111 @@ def without_hidden_states(trace: RoutingTrace) -> RoutingTrace:
     return RoutingTrace(manifest, tuple(replace(request, gate_inputs=None) for request in trace.requests))
 
 
-def replay(factory: PolicyFactory, test: RoutingTrace, name: str, hardware: Hardware, cache: str) -> ReplayOutcome:
-    capacity = int(CACHES[cache] * test.manifest.keys)
-    return Replay(test, factory.build(name, capacity), hardware, capacity, False).run()
+class Regime:
+    """One model's traces in the study's time model; a replay that several tables need is run once."""
+
+    def __init__(self, model: str, store: RoutingTrace, test: RoutingTrace) -> None:
+        self.model = model
+        self.store = store
+        self.test = test
+        self.hardware = REGIMES[model]
+        self.outcome = cache(self._outcome)
+        self._factory = cache(self._make_factory)
+
+    @property
+    def has_hidden_states(self) -> bool:
+        return self.test.manifest.gates is not None
+
+    def _make_factory(self, seeing: bool) -> PolicyFactory:
+        store, test = (t if seeing else without_hidden_states(t) for t in (self.store, self.test))
+        return PolicyFactory(store, test, DISTANCE, MAPS, self.hardware)
+
+    def _outcome(self, name: str, share: str, seeing: bool) -> ReplayOutcome | None:
+        """A policy's replay with a share of the experts cached; None where the trace or the room forbids it."""
+        capacity = int(CACHES[share] * self.test.manifest.keys)
+        try:
+            policy = self._factory(seeing and self.has_hidden_states).build(name, capacity)
+            return Replay(self.test, policy, self.hardware, capacity, False).run()
+        except (BudgetError, PolicyError):
+            return None
+
+    def ratio(self, outcome: ReplayOutcome, share: str) -> float:
+        """TPOT relative to on-demand LRU."""
+        lru = self.outcome("lru", share, True)
+        assert lru is not None
+        return outcome.tpot_seconds / lru.tpot_seconds
 
 
-def overview(model: str, store: RoutingTrace, test: RoutingTrace, caches: list[str]) -> None:
-    """Table A of one model."""
-    hardware = REGIMES[model]
-    factory = PolicyFactory(store, test, 3, 1000, hardware)
-    outcomes: dict[tuple[str, str], ReplayOutcome] = {}
-    for name in (policy.name for policy in POLICIES):
-        for cache in caches:
-            try:
-                outcomes[name, cache] = replay(factory, test, name, hardware, cache)
-            except (BudgetError, PolicyError):
-                continue
-    print("| policy | " + " | ".join(caches) + " |")
-    print("|---" * (len(caches) + 1) + "|")
-    for name in dict.fromkeys(name for name, _ in outcomes):
+def overview(regime: Regime, shares: list[str]) -> None:
+    """Table A of one model; ``adaptive`` stands in A2."""
+    rows = []
+    for name in (policy.name for policy in POLICIES if policy.name != "adaptive"):
         shown = []
-        for cache in caches:
-            place, outcome = list(CACHES).index(cache), outcomes.get((name, cache))
-            published = OVERVIEW.get(name, {}).get(model, (None,) * len(CACHES))[place]
-            if outcome is None:
-                shown.append("-")
-                continue
-            ratio = outcome.tpot_seconds / outcomes["lru", cache].tpot_seconds
-            shown.append(f"{ratio:.3f}/{'-' if published is None else f'{published:.3f}'}")
-        print(f"| {name} | " + " | ".join(shown) + " |")
+        for share in shares:
+            outcome = regime.outcome(name, share, True)
+            study = OVERVIEW.get(name, {}).get(regime.model, (None,) * len(CACHES))[list(CACHES).index(share)]
+            here = "-" if outcome is None else f"{regime.ratio(outcome, share):.3f}"
+            shown.append(f"{here}/{'-' if study is None else f'{study:.3f}'}")
+        rows.append((name, shown))
     absolute = []
-    for cache in caches:
-        outcome, (tpot, hit) = outcomes["lru", cache], LRU[model][list(CACHES).index(cache)]
+    for share in shares:
+        outcome, (tpot, hit) = regime.outcome("lru", share, True), LRU[regime.model][list(CACHES).index(share)]
+        assert outcome is not None
         absolute.append(f"{outcome.tpot_seconds * 1e3:.2f}/{tpot:.2f} ms, {outcome.hit:.3f}/{hit:.3f}")
-    print("| LRU: TPOT, hit rate | " + " | ".join(absolute) + " |")
+    _print_rows("policy", shares, [*rows, ("LRU: TPOT, hit rate", absolute)])
 
 
-def recommended(model: str, store: RoutingTrace, test: RoutingTrace, caches: list[str]) -> None:
+def recommended(regime: Regime, shares: list[str]) -> None:
     """Table A2 of one model: TPOT relative to LRU, hit + late and loads a token, here and in the study."""
-    hardware = REGIMES[model]
-    blind = PolicyFactory(without_hidden_states(store), without_hidden_states(test), 3, 1000, hardware)
-    seeing = blind if test.manifest.gates is None else PolicyFactory(store, test, 3, 1000, hardware)
-    outcomes = {
-        ("V5a no hidden states", cache): replay(blind, test, "adaptive", hardware, cache) for cache in caches
-    } | {("oracle prefetch + Belady", cache): replay(blind, test, "perfect", hardware, cache) for cache in caches}
-    if seeing is not blind:
-        outcomes |= {("V5c trained", cache): replay(seeing, test, "adaptive", hardware, cache) for cache in caches}
-    lru = {cache: replay(blind, test, "lru", hardware, cache) for cache in caches}
-
-    print("| the study's row | " + " | ".join(caches) + " |")
-    print("|---" * (len(caches) + 1) + "|")
-    for row in RECOMMENDED:
+    ours = {
+        "V5a no hidden states": ("adaptive", False),
+        "V5c trained": ("adaptive", True),
+        "oracle prefetch + Belady": ("perfect", True),
+    }
+    rows = []
+    for row, published in RECOMMENDED.items():
         shown = []
-        for cache in caches:
-            published = RECOMMENDED[row].get(model)
-            study = (
-                "-" if published is None else "{:.3f} ({:.3f}; {:.1f})".format(*published[list(CACHES).index(cache)])
-            )
-            outcome = outcomes.get((row, cache))
+        for share in shares:
+            figures = published.get(regime.model)
+            study = "-" if figures is None else "{:.3f} ({:.3f}; {:.1f})".format(*figures[list(CACHES).index(share)])
+            outcome = None
+            if row in ours and (row != "V5c trained" or regime.has_hidden_states):
+                outcome = regime.outcome(ours[row][0], share, ours[row][1])
             if outcome is None:
                 shown.append(f"-/{study}")
                 continue
-            loads = outcome.bytes_moved / hardware.expert_bytes / outcome.iterations
-            ratio = outcome.tpot_seconds / lru[cache].tpot_seconds
-            shown.append(f"{ratio:.3f} ({outcome.hit + outcome.late:.3f}; {loads:.1f})/{study}")
-        print(f"| {row} | " + " | ".join(shown) + " |")
+            loads = outcome.bytes_moved / regime.hardware.expert_bytes / outcome.iterations
+            here = f"{regime.ratio(outcome, share):.3f} ({outcome.hit + outcome.late:.3f}; {loads:.1f})"
+            shown.append(f"{here}/{study}")
+        rows.append((row, shown))
+    _print_rows("the study's row", shares, rows)
 
 
-def overlap(model: str, store: RoutingTrace, test: RoutingTrace, caches: list[str]) -> None:
+def _print_rows(title: str, shares: list[str], rows: list[tuple[str, list[str]]]) -> None:
+    print(f"| {title} | " + " | ".join(shares) + " |")
+    print("|---" * (len(shares) + 1) + "|")
+    for name, shown in rows:
+        print(f"| {name} | " + " | ".join(shown) + " |")
+
+
+def overlap(regime: Regime, shares: list[str]) -> None:
     """Table F of one model: the share of a token's experts that the next token uses again."""
-    experts, top_k = test.manifest.experts, test.manifest.top_k
-    shares = []
-    for request in (*store.requests, *test.requests):
+    experts, top_k = regime.test.manifest.experts, regime.test.manifest.top_k
+    repeated = []
+    for request in (*regime.store.requests, *regime.test.requests):
         uses = request.uses(experts)
-        shares.append((uses[1:] * uses[:-1]).sum(axis=2).reshape(-1) / top_k)
-    here, chance = float(np.concatenate(shares).mean()), top_k / experts
-    study, its_chance = OVERLAP[model]
+        repeated.append((uses[1:] * uses[:-1]).sum(axis=2).reshape(-1) / top_k)
+    here, chance = float(np.concatenate(repeated).mean()), top_k / experts
+    study, its_chance = OVERLAP[regime.model]
     print(f"overlap {here:.3f}/{study:.3f}, chance {chance:.3f}/{its_chance:.3f}, ratio {here / chance:.2f}")
 
 
-def recall(model: str, store: RoutingTrace, test: RoutingTrace, caches: list[str]) -> None:
+def recall(regime: Regime, shares: list[str]) -> None:
     """Table B of one model."""
-    print_recall(model, store, test)
+    print_recall(regime.model, regime.store, regime.test)
 
 
-TABLES: dict[str, Callable[[str, RoutingTrace, RoutingTrace, list[str]], None]] = {
+TABLES: dict[str, Callable[[Regime, list[str]], None]] = {
     "A": overview,
     "A2": recommended,
     "B": recall,
@@ -142,19 +163,20 @@ TABLES: dict[str, Callable[[str, RoutingTrace, RoutingTrace, list[str]], None]] 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("tables", help="comma list out of " + ", ".join(TABLES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", default=",".join(MODELS), help="comma list out of " + ", ".join(MODELS))
     parser.add_argument("--cache", default=",".join(CACHES), help="comma list out of " + ", ".join(CACHES))
     parser.add_argument("--requests", type=int, default=24, help="test requests")
-    parser.add_argument("--steps", type=int, default=128, help=f"decode steps of a request; the study: {STUDY_STEPS}")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a request; the study: 256 of gpt-oss")
     arguments = parser.parse_args()
     for model in arguments.models.split(","):
         whole = read_trace(arguments.folder / f"{FILES[model]}.parquet").decode_only(arguments.steps)
         store, test = whole.split(0.7)
-        test = RoutingTrace(test.manifest, test.requests[: arguments.requests])
-        print(f"\n### {arguments.table}, {MODELS[model]}: here/study; {test.iterations} steps tested\n", flush=True)
-        TABLES[arguments.table](model, store, test, arguments.cache.split(","))
+        regime = Regime(model, store, RoutingTrace(test.manifest, test.requests[: arguments.requests]))
+        for table in arguments.tables.split(","):
+            print(f"\n### {table}, {MODELS[model]}: here/study; {regime.test.iterations} steps tested\n", flush=True)
+            TABLES[table](regime, arguments.cache.split(","))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,9 @@ def print_recall(model: str, store: RoutingTrace, test: RoutingTrace) -> None:
     for name, row in (BEFORE | START).items():
         here, study = recall.share(name), RECALL_BEFORE[row].get(model)
         if here is not None:
-            shown = [_beside(value, study and study[place]) for place, value in enumerate(here)]
+            if study is None:
+                study = RECALL_AT_3.get(row, {}).get(model), None
+            shown = [_beside(value, study[place]) for place, value in enumerate(here)]
             print(f"| {row} | " + " | ".join(shown) + " |")
     print("\n| by distance, K | " + " | ".join(f"d={d}" for d in DISTANCES) + " |")
     print("|---" * (len(DISTANCES) + 1) + "|")
