@@ -100,7 +100,7 @@ def profile(
         finemoe profile --model ./mixtral --cache 12GiB --plot mixtral.svg
         finemoe profile --dataset prompts.jsonl --seconds 60 --json
         finemoe profile --model mistralai/Mixtral-8x7B-v0.1 --fit-only
-        finemoe profile --model ./config.json --fit-only --device-memory 24GiB --host-memory 96GiB
+        finemoe profile --model ./config.json --fit-only --device-memory 24GiB
     """
     settings = load_settings({"model": model, "cache": cache, "device": device, "dtype": dtype})
     if fit_only:
