@@ -8,6 +8,12 @@ from typing import Any
 
 import numpy as np
 
+Cell = dict[str, dict[str, Any]]
+"""The records of one place and cache, by policy."""
+
+Place = tuple[str, ...]
+"""Group, test, store, machine, executor."""
+
 BOUNDS = ("oracle", "perfect")
 OURS = "adaptive"
 # Simulated times are exact: what is closer than this is the same decision, not a tie by luck.
@@ -15,36 +21,39 @@ _SAME = 1e-6
 
 
 def compare(records: Sequence[dict[str, Any]]) -> None:
-    """Print a table a scenario, machine and executor, and the averages over all cells."""
-    tables: dict[tuple[str, ...], dict[float, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    """Print a table a scenario, machine and executor, and the averages over all cells that are complete."""
+    tables: dict[Place, dict[float, Cell]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
         place = tuple(record[name] for name in ("group", "test", "store", "machine", "executor"))
         tables[place][record["cache"]][record["policy"]] = record
+    everything = []
     for place, cells in tables.items():
-        _print_table(place, cells)
-    everything = [
-        (place, cache, cell)
-        for place, cells in tables.items()
-        for cache, cell in sorted(cells.items())
-        if {"lru", OURS, "perfect"} <= cell.keys()
-    ]
-    _print_closures(everything)
+        complete = {cache: cell for cache, cell in sorted(cells.items()) if {"lru", OURS, *BOUNDS} <= cell.keys()}
+        if complete:
+            _print_table(place, complete)
+        everything += [(place, cache, cell) for cache, cell in complete.items()]
+    _print_closures("closure", everything, ("perfect",))
+    _print_closures("closure against the better of oracle and perfect", everything, BOUNDS)
     _print_losses(everything)
     _print_bytes(everything)
 
 
-def baseline(cell: dict[str, dict[str, Any]]) -> float:
+def baseline(cell: Cell) -> float:
     """TPOT of the better of global and per-layer LRU, the latter where every layer has room for a token."""
     return min(cell[name]["tpot_ms"] for name in ("lru", "lru-layer") if name in cell)
 
 
-def closure(cell: dict[str, dict[str, Any]], policy: str) -> float:
-    """The share of the way from LRU to perfect knowledge that a policy goes."""
-    start, end = baseline(cell), cell["perfect"]["tpot_ms"]
+def closure(cell: Cell, policy: str, bounds: Sequence[str] = ("perfect",)) -> float:
+    """The share of the way from LRU to perfect knowledge that a policy goes.
+
+    Where experts are read in place, a prefetch that comes late is transferred twice: on a full link Belady's eviction
+    without any prefetch is then faster than ``perfect``, and shares above 1 are possible.
+    """
+    start, end = baseline(cell), min(cell[bound]["tpot_ms"] for bound in bounds)
     return (start - cell[policy]["tpot_ms"]) / (start - end)
 
 
-def _print_table(place: tuple[str, ...], cells: dict[float, dict[str, dict[str, Any]]]) -> None:
+def _print_table(place: Place, cells: dict[float, Cell]) -> None:
     group, test, store, machine, executor = place
     caches = sorted(cells)
     print(f"\n### {test}, store {store}, {machine}, {executor} ({group}): TPOT ms (closure)\n")
@@ -55,41 +64,41 @@ def _print_table(place: tuple[str, ...], cells: dict[float, dict[str, dict[str, 
         shown = []
         for cache in caches:
             cell = cells[cache]
-            mark = f" ({closure(cell, name):.2f})" if name in cell and "perfect" in cell else ""
-            lost = " LOSS" if name == OURS and name in cell and _winner(cell) is not None else ""
+            mark = f" ({closure(cell, name):.2f})" if name in cell else ""
+            lost = " LOSS" if name == OURS and _winner(cell) is not None else ""
             shown.append(f"{cell[name]['tpot_ms']:.2f}{mark}{lost}" if name in cell else "-")
         print(f"| {name} | " + " | ".join(shown) + " |")
 
 
-def _winner(cell: dict[str, dict[str, Any]]) -> str | None:
+def _winner(cell: Cell) -> str | None:
     """The realisable policy that is faster than ours, if any."""
     rivals = [name for name in cell if name not in (*BOUNDS, OURS)]
     best = min(rivals, key=lambda name: cell[name]["tpot_ms"])
     return best if cell[best]["tpot_ms"] < cell[OURS]["tpot_ms"] * (1 - _SAME) else None
 
 
-def _print_closures(everything: list[tuple[tuple[str, ...], float, dict[str, dict[str, Any]]]]) -> None:
-    print("\n### closure, averaged over cells\n")
+def _print_closures(title: str, everything: Sequence[tuple[Place, float, Cell]], bounds: Sequence[str]) -> None:
+    print(f"\n### {title}, averaged over cells\n")
     names = dict.fromkeys(name for _, _, cell in everything for name in cell)
     groups = [lambda p, g=group: p[0] == g for group in dict.fromkeys(place[0] for place, _, _ in everything)]
     titles = list(dict.fromkeys(place[0] for place, _, _ in everything))
     for executor in dict.fromkeys(place[4] for place, _, _ in everything):
         groups.append(lambda p, e=executor: p[4] == e)
         titles.append(executor)
-    for title, foreign in (("own store", False), ("foreign store", True)):
+    for store, foreign in (("own store", False), ("foreign store", True)):
         groups.append(lambda p, f=foreign: (p[1] != p[2]) is f)
-        titles.append(title)
+        titles.append(store)
     print("| policy | all | " + " | ".join(titles) + " |")
     print("|---" * (len(titles) + 2) + "|")
     for name in names:
         columns = []
         for belongs in (lambda p: True, *groups):
-            values = [closure(cell, name) for place, _, cell in everything if name in cell and belongs(place)]
+            values = [closure(cell, name, bounds) for place, _, cell in everything if name in cell and belongs(place)]
             columns.append(f"{np.mean(values):.3f}" if values else "-")
         print(f"| {name} | " + " | ".join(columns) + " |")
 
 
-def _print_losses(everything: list[tuple[tuple[str, ...], float, dict[str, dict[str, Any]]]]) -> None:
+def _print_losses(everything: Sequence[tuple[Place, float, Cell]]) -> None:
     lost = [(place, cache, cell, winner) for place, cache, cell in everything if (winner := _winner(cell)) is not None]
     print(f"\n### cells in which {OURS} is beaten: {len(lost)} of {len(everything)}\n")
     for place, cache, cell, winner in lost:
@@ -97,7 +106,7 @@ def _print_losses(everything: list[tuple[tuple[str, ...], float, dict[str, dict[
         print(f"- {', '.join(place[1:])}, {cache:.0%}: {winner} is {behind:.2%} faster")
 
 
-def _print_bytes(everything: list[tuple[tuple[str, ...], float, dict[str, dict[str, Any]]]]) -> None:
+def _print_bytes(everything: Sequence[tuple[Place, float, Cell]]) -> None:
     print("\n### bytes moved, relative to lru\n")
     print("| policy | mean | largest | cells above 1.05 |")
     print("|---|---|---|---|")
