@@ -9,7 +9,6 @@ from typing import Any
 
 from engine.adaptive import AdaptivePlan, AdaptiveSettings, PreparedAdaptive
 from engine.eviction import LeastRecentlyUsed
-from engine.expected_use import BYTES_ALLOWED
 from engine.hardware import Hardware
 from engine.policies import PreparedOnDemand, PreparedPolicy
 from engine.predictors.fitted import DISCOUNTS, FittedPredictors
@@ -65,18 +64,17 @@ class AdaptiveFit:
         return _Trial(self._store)
 
     def _choose(self, hardware: Hardware, capacity: int, in_place: bool) -> AdaptiveSettings | None:
-        """Those of the lowest time an iteration among the candidates that move no more bytes than allowed.
+        """Those of the lowest time an iteration among the candidates that move no more bytes than LRU.
 
         None if all of them are slower than LRU there.
         """
         if len(self._store.requests) < _FEWEST:
             return _MIDDLE
         recency = self._trial.replay_lru(hardware, capacity, in_place)
-        allowed = BYTES_ALLOWED * recency.bytes_moved
 
         def cost(settings: AdaptiveSettings) -> tuple[float, float]:
             outcome = self._trial.replay(settings, hardware, capacity, in_place)
-            return (max(outcome.bytes_moved - allowed, 0.0), outcome.tpot_seconds)
+            return (max(outcome.bytes_moved - recency.bytes_moved, 0.0), outcome.tpot_seconds)
 
         best = _MIDDLE
         for tried in _coordinates(in_place):

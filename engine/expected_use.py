@@ -9,7 +9,7 @@ import numpy as np
 BYTES_ALLOWED = 1.03
 """Loads, as a multiple of those of LRU in the same room, from which on nothing more is fetched ahead."""
 
-MOST_SAVED = 8.0
+MOST_SAVED = 64.0
 """Loads that can be caught up with later at most: what was spared long ago is no reason to fetch more now."""
 
 
