@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.policy_names import POLICIES, SPECULATIVE
+
 Cell = dict[str, dict[str, Any]]
 """The records of one place and cache, by policy."""
 
@@ -16,6 +18,8 @@ Place = tuple[str, ...]
 
 BOUNDS = ("oracle", "perfect")
 OURS = "adaptive"
+# The others need gate inputs, or room for a token in every layer's share.
+REQUIRED = {policy.name for policy in POLICIES} - SPECULATIVE - {"lru-layer"}
 # Simulated times are exact: what is closer than this is the same decision, not a tie by luck.
 _SAME = 1e-6
 
@@ -28,7 +32,7 @@ def compare(records: Sequence[dict[str, Any]]) -> None:
         tables[place][record["cache"]][record["policy"]] = record
     everything = []
     for place, cells in tables.items():
-        complete = {cache: cell for cache, cell in sorted(cells.items()) if {"lru", OURS, *BOUNDS} <= cell.keys()}
+        complete = {cache: cell for cache, cell in sorted(cells.items()) if cell.keys() >= REQUIRED}
         if complete:
             _print_table(place, complete)
         everything += [(place, cache, cell) for cache, cell in complete.items()]
