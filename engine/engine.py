@@ -19,7 +19,7 @@ from engine.gate_probe import find_gates
 from engine.generation import TokenLoop
 from engine.hardware import Hardware
 from engine.links import open_link
-from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs, build_policy
+from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs, build_policy, check_needs
 from engine.matcher import Matcher
 from engine.matcher_thread import InlineMatcher, MatcherThread
 from engine.observer import GateObserver, join_subscribers
@@ -70,7 +70,10 @@ class Engine:
         top_k = source.fingerprint.top_k
         self.policy = policy or ("lru" if library is None else "finemoe")
         self.distance = distance
-        partitions = cache_partitions(self.policy, source.fingerprint.layers)
+        layers, experts = source.fingerprint.layers, source.fingerprint.experts
+        partitions = cache_partitions(self.policy, layers)
+        inputs = PolicyInputs(layers, experts, top_k, distance, library, history, future, adaptive)
+        check_needs(self.policy, inputs)
 
         def admit(expert_bytes: int, experts: int) -> None:
             if not cache.is_automatic:
@@ -79,7 +82,6 @@ class Engine:
 
         loaded = loaded or load_model(source, self.device, self.dtype, progress, admit)
         host = loaded.experts
-        inputs = PolicyInputs(host.layers, host.experts, top_k, distance, library, history, future, adaptive)
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
         self.host = host

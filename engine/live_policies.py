@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.adaptive import Adaptive, AdaptivePlan
 from engine.adaptive_choice import AdaptiveFit
@@ -19,6 +20,8 @@ from engine.router_gates import RouterGates
 from engine.speculative import Speculative
 from engine.traces import RoutingTrace
 
+_T = TypeVar("_T")
+
 DEFAULT_DISTANCE = 3
 
 SEARCHING = frozenset({"map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-cached-freq"})
@@ -26,6 +29,9 @@ SEARCHING = frozenset({"map-t", "map-t+s", "map-t+s+delta", "finemoe", "finemoe-
 
 TAUGHT = frozenset({"moe-infinity", "hit-count", "adaptive"})
 """Policies that are taught by the routing of earlier requests, once, before they run."""
+
+KNOWING = frozenset({"oracle", "perfect"})
+"""Bounds, which know the routing to come."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +57,21 @@ class PolicyInputs:
     adaptive: AdaptivePlan | None = None
 
 
+def check_needs(name: str, inputs: PolicyInputs) -> None:
+    """Refuse a policy that needs something that is not given, before anything slow.
+
+    Raises:
+        PolicyError: or there is no such policy.
+    """
+    check_policies([name])
+    if name in SEARCHING and inputs.library is None:
+        raise PolicyError(f"policy {name!r} searches expert maps, but no store is open: give one, or take lru")
+    if name in KNOWING and inputs.future is None:
+        raise PolicyError(f"policy {name!r} knows the future, which has to be recorded first: see 'finemoe bench'")
+    if name in TAUGHT and inputs.history is None and (name != "adaptive" or inputs.adaptive is None):
+        raise PolicyError(f"policy {name!r} is taught by the routing of earlier requests, but none is given")
+
+
 def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], RouterGates]) -> Policy:
     """A policy in its first state.
 
@@ -61,55 +82,46 @@ def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], Route
         PolicyError: no such policy, or it needs something that is not given.
         UnsupportedModelError: it needs routers that are linear maps, and the model's are not.
     """
-    check_policies([name])
+    check_needs(name, inputs)
     keys = inputs.layers * inputs.experts
     builders: dict[str, Callable[[], Policy]] = {
         "lru": lambda: OnDemand(LeastRecentlyUsed(keys)),
         "lru-layer": lambda: OnDemand(LeastRecentlyUsed(keys), per_layer=True),
         "lfu": lambda: OnDemand(LeastFrequentlyUsed(keys)),
-        "moe-infinity": lambda: _counted(name, inputs, LeastFrequentlyUsed(keys), inputs.layers),
-        "hit-count": lambda: _counted(name, inputs, LeastRecentlyUsed(keys), inputs.distance),
-        "map-t": lambda: _mapped(name, inputs, LeastRecentlyUsed(keys), semantic=False, by_score=False),
-        "map-t+s": lambda: _mapped(name, inputs, LeastRecentlyUsed(keys), by_score=False),
-        "map-t+s+delta": lambda: _mapped(name, inputs, LeastRecentlyUsed(keys)),
-        "finemoe": lambda: _mapped(name, inputs, ProbabilityFrequency(keys)),
-        "finemoe-cached-freq": lambda: _mapped(name, inputs, ProbabilityFrequency(keys, while_cached=True)),
+        "moe-infinity": lambda: _counted(inputs, LeastFrequentlyUsed(keys), inputs.layers),
+        "hit-count": lambda: _counted(inputs, LeastRecentlyUsed(keys), inputs.distance),
+        "map-t": lambda: _mapped(inputs, LeastRecentlyUsed(keys), semantic=False, by_score=False),
+        "map-t+s": lambda: _mapped(inputs, LeastRecentlyUsed(keys), by_score=False),
+        "map-t+s+delta": lambda: _mapped(inputs, LeastRecentlyUsed(keys)),
+        "finemoe": lambda: _mapped(inputs, ProbabilityFrequency(keys)),
+        "finemoe-cached-freq": lambda: _mapped(inputs, ProbabilityFrequency(keys, while_cached=True)),
         "mixtral-offloading": lambda: Speculative(LeastRecentlyUsed(keys), find_gates(), inputs.top_k, 1),
         "promoe": lambda: Speculative(LeastRecentlyUsed(keys), find_gates(), inputs.top_k, inputs.distance),
-        "adaptive": lambda: _adaptive(name, inputs),
-        "oracle": lambda: OnDemand(NextUse(_future(name, inputs))),
-        "perfect": lambda: Perfect(_future(name, inputs)),
+        "adaptive": lambda: _adaptive(inputs),
+        "oracle": lambda: OnDemand(NextUse(_given(inputs.future))),
+        "perfect": lambda: Perfect(_given(inputs.future)),
     }
     return builders[name]()
 
 
-def _mapped(
-    name: str, inputs: PolicyInputs, rule: EvictionRule, semantic: bool = True, by_score: bool = True
-) -> Policy:
-    if inputs.library is None:
-        raise PolicyError(f"policy {name!r} searches expert maps, but no store is open: give one, or take lru")
+def _mapped(inputs: PolicyInputs, rule: EvictionRule, semantic: bool = True, by_score: bool = True) -> Policy:
     shape = (inputs.layers, inputs.experts, inputs.top_k, inputs.distance)
-    return MapGuided(rule, inputs.library, *shape, semantic=semantic, by_score=by_score)
+    return MapGuided(rule, _given(inputs.library), *shape, semantic=semantic, by_score=by_score)
 
 
-def _counted(name: str, inputs: PolicyInputs, rule: EvictionRule, distance: int) -> Policy:
-    if inputs.history is None:
-        raise PolicyError(f"policy {name!r} counts the uses of earlier requests, but none are given")
-    return CountGuided(rule, ActivationCounts.of(inputs.history), inputs.layers, inputs.experts, inputs.top_k, distance)
+def _counted(inputs: PolicyInputs, rule: EvictionRule, distance: int) -> Policy:
+    counts = ActivationCounts.of(_given(inputs.history))
+    return CountGuided(rule, counts, inputs.layers, inputs.experts, inputs.top_k, distance)
 
 
-def _adaptive(name: str, inputs: PolicyInputs) -> Policy:
-    plan = inputs.adaptive
-    if plan is None:
-        if inputs.history is None:
-            raise PolicyError(f"policy {name!r} is fitted on the routing of earlier requests, but none is given")
-        plan = AdaptiveFit(inputs.history).plan(None)
+def _adaptive(inputs: PolicyInputs) -> Policy:
+    plan = inputs.adaptive or AdaptiveFit(_given(inputs.history)).plan(None)
     if plan.settings is None:
         return OnDemand(LeastRecentlyUsed(inputs.layers * inputs.experts))
     return Adaptive(plan.predictors, plan.settings, plan.hardware, plan.capacity)
 
 
-def _future(name: str, inputs: PolicyInputs) -> RoutingTrace:
-    if inputs.future is None:
-        raise PolicyError(f"policy {name!r} knows the future: record the requests first")
-    return inputs.future
+def _given(value: _T | None) -> _T:
+    """What ``check_needs`` has found to be there."""
+    assert value is not None
+    return value

@@ -54,6 +54,15 @@ def chat(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
     ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="What is loaded ahead and evicted; 'finemoe bench policies' shows the names.",
+            show_default="the profile's, else finemoe",
+        ),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +98,7 @@ def chat(
         check_text(system, "the system text")
     if temperature == 0.0 and (top_p < 1.0 or top_k > 0):
         note("--top-p and --top-k have no effect at temperature 0")
-    flags = {"model": model, "cache": cache, "device": device, "dtype": dtype, "store": store}
+    flags = {"model": model, "cache": cache, "device": device, "dtype": dtype, "policy": policy, "store": store}
     settings = load_settings(flags)
     text = prompt if prompt is not None else _read_stdin()
     if text is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.budget import ExpertBudget, format_bytes
+from engine.errors import PolicyError
 from finemoe_cli.console import note, progress
 from finemoe_cli.interrupts import ending_at_once
 from finemoe_cli.profiles import find_profile, load_plan
@@ -54,6 +55,9 @@ SeedOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+ADAPTIVE = "adaptive"
 
 
 def open_source(settings: Settings) -> ModelSource:
@@ -109,18 +113,24 @@ def open_engine(
 ) -> Engine:
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
 
-    With a store, the profile of the model on this machine decides on policy and prefetch distance, if there is one.
+    The policy is the settings'; else, where a store is open, that of the profile of the model on this machine. With the
+    profile comes its prefetch distance.
+
+    Raises:
+        PolicyError: the settings name a policy that needs more than a store and a profile.
     """
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
 
-    policy, distance, plan = None, DEFAULT_DISTANCE, None
-    if library is not None:
-        distance = library.description.distance
-        if (profile := find_profile(settings, source)) is not None:
-            policy, distance = profile.policy, profile.distance
-            plan = load_plan(settings, source, profile)
-            note(f"profile of this machine: policy {policy}, prefetch distance {distance}")
+    policy, plan = settings.policy.value, None
+    distance = DEFAULT_DISTANCE if library is None else library.description.distance
+    profile = None if library is None and policy is None else find_profile(settings, source)
+    if profile is not None:
+        policy, distance = policy or profile.policy, profile.distance
+        note(f"profile of this machine: policy {policy}, prefetch distance {distance}")
+        plan = load_plan(settings, source, profile) if policy == ADAPTIVE else None
+    if policy == ADAPTIVE and plan is None:
+        raise PolicyError(f"policy {ADAPTIVE!r} is fitted to a model and machine: run 'finemoe profile' first")
     with progress() as display:
         loading = display.add_task(f"loading {source.name}", total=None)
         return Engine.open(

@@ -36,13 +36,11 @@ def find_profile(settings: Settings, source: ModelSource) -> Profile | None:
 
 
 def load_plan(settings: Settings, source: ModelSource, profile: Profile) -> AdaptivePlan | None:
-    """What ``adaptive`` was fitted to on this machine; None where the profile has chosen another policy.
+    """What ``adaptive`` was fitted to on this machine, if that is still in the catalog.
 
     Raises:
         PolicyError: what was kept is damaged, or of another release.
     """
-    if profile.policy != "adaptive":
-        return None
     from engine.adaptive import AdaptivePlan, AdaptiveSettings
     from engine.predictors.packing import unpack_predictors
     from store.catalog import Catalog

@@ -50,6 +50,7 @@ class Settings:
         cache: expert budget as written, such as "12GiB", "25%" or "auto".
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" or the name of a floating-point type.
+        policy: by name; None for what a profile has chosen, else the store's own.
         store: location of the store, None for the model's own below ``home``, "none" for no store.
         capacity: C, the number of expert maps a store keeps; None for the store's own.
         catalog_url: SQLAlchemy URL of the catalog, None for a SQLite file below ``home``.
@@ -60,6 +61,7 @@ class Settings:
     cache: Setting
     device: Setting
     dtype: Setting
+    policy: Setting
     store: Setting
     capacity: Setting
     catalog_url: Setting
@@ -170,6 +172,7 @@ def _defaults() -> dict[str, str | None]:
         "cache": "auto",
         "device": "auto",
         "dtype": "auto",
+        "policy": None,
         "store": None,
         "capacity": None,
         "catalog_url": None,

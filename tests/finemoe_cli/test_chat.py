@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import BudgetError, DeviceError, ModelNotFoundError, PromptError, UsageError
+from engine.errors import BudgetError, DeviceError, ModelNotFoundError, PolicyError, PromptError, UsageError
 from tests.finemoe_cli.conftest import Outcome, Starter, end_by_ctrl_c, interrupt, run_here, wait_for
 
 FOX = ("-p", "Tell me a story about a fox.", "--max-tokens", "12")
@@ -99,6 +99,30 @@ def test_multi_byte_text_goes_in_and_out(tmp_path: Path) -> None:
 def test_greedy_says_that_sampling_options_have_no_effect(tmp_path: Path) -> None:
     outcome = run_here(tmp_path, "chat", *FOX, "--store", "none", "--top-p", "0.5")
     assert "no effect at temperature 0" in outcome.stderr
+
+
+def test_any_policy_gives_the_same_text(fox: Outcome, tmp_path: Path) -> None:
+    """A policy decides what is on the device when, and no token."""
+    for options in (("--policy", "lru"), ("--policy", "promoe", "--store", "none")):
+        outcome = run_here(tmp_path, "chat", *FOX, "--cache", "25%", *options)
+        assert outcome.stdout.strip() == fox.json["text"].strip()
+    outcome = run_here(tmp_path, "chat", *FOX, "--cache", "25%", FINEMOE_POLICY="map-t")
+    assert outcome.stdout.strip() == fox.json["text"].strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "mru"), "no policy 'mru'"),
+        (("--policy", "perfect"), "knows the future"),
+        (("--policy", "finemoe", "--store", "none"), "no store is open"),
+        (("--policy", "adaptive"), "run 'finemoe profile' first"),
+        (("--policy", "hit-count"), "taught by the routing of earlier requests"),
+    ],
+)
+def test_policies_that_cannot_run_are_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=message):
+        run_here(tmp_path, "chat", *FOX, *options)
 
 
 @pytest.mark.parametrize(
