@@ -203,7 +203,9 @@ def replay(
     wait for the link, the experts' products, layer after layer. hit, late and
     miss are shares of routed experts; stall_ms is a decode step's mean; bytes
     are totals. oracle and perfect know the future. With --prefill the test
-    requests' prefills are replayed, too, as fields of their own.
+    requests' prefills are replayed, too, as fields of their own; without,
+    bound_ms (csv or json) is the mean time no policy could fall below, by what
+    the link has to carry.
 
     \b
     Examples:

@@ -10,6 +10,7 @@ from typing import Any
 from engine.budget import ExpertBudget
 from engine.errors import BudgetError
 from engine.hardware import Hardware
+from engine.link_bound import least_iteration_seconds
 from engine.policy_names import SEMANTIC, SPECULATIVE, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
 from engine.trace_files import read_trace
@@ -63,6 +64,9 @@ class ReplayGrid:
             total = test.manifest.keys * self.hardware.expert_bytes
             for cache in self.caches:
                 capacity = cache.resolve(total, None) // self.hardware.expert_bytes
+                bound = None
+                if not self.prefill:
+                    bound = least_iteration_seconds(test, self.hardware, capacity, self.warm_up) * 1e3
                 for name in policies:
                     try:
                         replay = Replay(
@@ -71,7 +75,8 @@ class ReplayGrid:
                     except BudgetError as error:
                         note(f"left out: {name} at {cache.text}: {error}")
                         continue
-                    yield self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
+                    record = self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
+                    yield record if bound is None else {**record, "bound_ms": bound}
 
     def _possible(self, path: Path, manifest: TraceManifest) -> Sequence[str]:
         """The policies that the trace allows, unless that is none of them: building them then tells why."""
