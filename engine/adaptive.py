@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.eviction import EvictionRule
-from engine.expected_use import ExpectedUse, raise_values
+from engine.expected_use import ExpectedUse, missing_rest, raise_values
 from engine.hardware import Hardware
 from engine.observations import ObservedGate, ObservedIteration
 from engine.policies import NOT_SEARCHED, NOTHING, Offers
@@ -75,6 +75,7 @@ class Adaptive:
         self._hardware = hardware
         self._sequences: dict[int, LiveForecast] = {}
         self._known: list[np.ndarray] = []
+        self._missing: list[np.ndarray] = []
         self._begun = 0
 
     def begin(self, iteration: ObservedIteration) -> Offers:
@@ -91,10 +92,11 @@ class Adaptive:
             forecast.begin(iteration.phase, None if iteration.embeddings is None else iteration.embeddings[row])
             for row, forecast in enumerate(self._sequences.values())
         ]
+        self._missing = [missing_rest(forecast.values, forecast.upcoming) for forecast in self._sequences.values()]
         self._rule.worth[:] = _any_of(
             [
-                raise_values(forecast.values, forecast.upcoming, known)
-                for forecast, known in zip(self._sequences.values(), self._known, strict=True)
+                raise_values(forecast.values, forecast.upcoming, missing, known)
+                for forecast, missing, known in zip(self._sequences.values(), self._missing, self._known, strict=True)
             ]
         )
         return self._fetch(_any_of([known[: self._settings.depth] for known in self._known]), first=0)
@@ -111,7 +113,7 @@ class Adaptive:
             known = np.maximum(self._known[row][targets], ahead)
             lefts.append(left)
             aheads.append(ahead)
-            raised.append(raise_values(values[targets], upcoming[targets], known))
+            raised.append(raise_values(values[targets], upcoming[targets], self._missing[row][targets], known))
         if not lefts:
             return NOTHING
         rule.worth[layer] = _any_of(lefts)
@@ -165,13 +167,16 @@ class PreparedAdaptive:
         forecast = self._forecast(request, self._settings.discount)
         layers, depth = self._layers, int(forecast.current.shape[2])
         upcoming, values = forecast.upcoming[:-1], forecast.values[:-1]
-        self._before = raise_values(values, upcoming, forecast.start)
+        missing = missing_rest(values, upcoming)
+        self._before = raise_values(values, upcoming, missing, forecast.start)
         self._left = forecast.left
         self._raised = np.zeros_like(forecast.current)
         for i in range(min(depth, layers - 1)):
             ahead = slice(i + 1, layers)
             known = np.maximum(forecast.start[:, ahead], forecast.current[:, : layers - i - 1, i])
-            self._raised[:, : layers - i - 1, i] = raise_values(values[:, ahead], upcoming[:, ahead], known)
+            self._raised[:, : layers - i - 1, i] = raise_values(
+                values[:, ahead], upcoming[:, ahead], missing[:, ahead], known
+            )
         depth = min(depth, self._settings.depth)
         self._start = self._likely(forecast.start[:, None, :depth], first_layer=0)
         self._ahead = self._likely(forecast.current[:, :, :depth], first_layer=1)

@@ -13,14 +13,19 @@ MOST_SAVED = 64.0
 """Loads that can be caught up with later at most: what was spared long ago is no reason to fetch more now."""
 
 
-def raise_values(values: np.ndarray, upcoming: np.ndarray, known: np.ndarray) -> np.ndarray:
+def missing_rest(values: np.ndarray, upcoming: np.ndarray) -> np.ndarray:
+    """What the rest of values lacks of 1, where a value is p + (1 - p) * rest and p is ``upcoming``."""
+    return np.minimum((1.0 - values) / np.maximum(1.0 - upcoming, 1e-6), 1.0)
+
+
+def raise_values(values: np.ndarray, upcoming: np.ndarray, missing: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Values once the next visit's probability turns out to be ``known``, if that is more than ``upcoming``.
 
-    A value is p + (1 - p) * rest; p rises, the rest stays. Lower probabilities change nothing: what an expert is worth
-    after this token is known worse than that, and lowering lost time in the study (FINDINGS, finding 8).
+    A value is p + (1 - p) * rest; p rises, the rest stays, of which 1 - rest is ``missing``. Lower probabilities change
+    nothing: what an expert is worth after this token is known worse than that, and lowering lost time in the study
+    (FINDINGS, finding 8).
     """
-    left_out = (1.0 - values) / np.maximum(1.0 - upcoming, 1e-6)
-    return np.where(known > upcoming, 1.0 - (1.0 - known) * np.minimum(left_out, 1.0), values)
+    return np.where(known > upcoming, 1.0 - (1.0 - known) * missing, values)
 
 
 class ExpectedUse:

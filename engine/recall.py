@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.map_search import MapArchive
-from engine.predictors.features import Features
+from engine.predictors.features import Features, log_odds
 from engine.predictors.fitted import FittedPredictors, TracedBlock, blocks
 from engine.predictors.knowledge import Scan
 from engine.predictors.request_state import RequestState
@@ -125,14 +125,15 @@ def _add_running(
         for name, scores in scan.start(upcoming, block.embeddings).items():
             if name in BEFORE:
                 tally.add_all(name, scores[rows], block.uses[rows])
+    prior = log_odds(known)
     for layer in range(len(predictors.knowledge.popularity) - 1):
         read = _read(predictors, block, layer)
         scan.advance(layer)
-        told: Features = scan.ahead(layer, known, read)
-        mixed = list(predictors.ahead(scan, layer, known, read))
-        for distance in (d for d in tally.distances if d <= len(mixed)):
+        told: Features = scan.ahead(layer, prior, read)
+        mixed = predictors.ahead(scan, layer, prior, read)
+        for distance in (d for d in tally.distances if d <= mixed.shape[1]):
             uses = block.uses[rows, layer + distance]
-            tally.add(MIX, distance, mixed[distance - 1][rows], uses)
+            tally.add(MIX, distance, mixed[rows, distance - 1], uses)
             for name in AHEAD:
                 if name in told:
                     tally.add(name, distance, told[name][rows, distance - 1], uses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,14 @@ Features = Mapping[str, np.ndarray]
 """Estimates by the name of their predictor, all of one shape, on a logarithmic scale."""
 
 _FLOOR = np.float32(0.01)
+
+
+def stack_features(names: Sequence[str], features: Features) -> np.ndarray:
+    """Those of these names in one array, float32 [F, ...]."""
+    stack = np.empty((len(names), *features[names[0]].shape), dtype=np.float32)
+    for row, name in zip(stack, names, strict=True):
+        row[...] = features[name]
+    return stack
 
 
 def log_share(probabilities: np.ndarray) -> np.ndarray:

@@ -8,9 +8,10 @@ from itertools import groupby
 
 import numpy as np
 
+from engine.predictors.features import log_odds, stack_features
 from engine.predictors.knowledge import Knowledge, Scan
 from engine.predictors.lessons import RequestLessons
-from engine.predictors.mix import Mix
+from engine.predictors.mix import Mix, join_mixes
 from engine.predictors.request_state import BLOCK, RequestState
 from engine.records import Phase
 from engine.traces import TracedRequest
@@ -84,15 +85,15 @@ class FittedPredictors:
             if lessons is not None:
                 lessons.begin(len(block.maps))
             start[rows] = self.start(scan, upcoming[rows], block.embeddings, lessons)
+            prior = log_odds(start[rows])
             for layer in range(layers):
                 read = None if inputs is None else inputs[:, layer]
                 scan.advance(layer)
                 left[rows, layer] = self.left(scan, layer, read, discount)
-                for i, likely in enumerate(self.ahead(scan, layer, start[rows], read, lessons)):
-                    current[rows, layer, i] = likely
+                likely = self.ahead(scan, layer, prior, read, lessons)
+                current[rows, layer, : likely.shape[1]] = likely
             if lessons is not None:
-                for layer in range(layers):
-                    lessons.settle(layer, block.uses[:, layer])
+                lessons.settle(block.uses)
             scan.close()
         return Forecast(upcoming, start, current, values, left)
 
@@ -119,11 +120,11 @@ class FittedPredictors:
         """As iterations of these embeddings [B, h] begin: probabilities of use in them, ``upcoming`` having been so."""
         if embeddings is None or "start" not in self.mixes:
             return upcoming
-        mix, features = self.mixes["start"], scan.start(upcoming, embeddings)
+        mix = self.mixes["start"]
+        stack = stack_features(mix.names, scan.start(upcoming, embeddings))
         if lessons is not None:
-            for layer in range(upcoming.shape[1]):
-                lessons.note(mix, "start", layer, {name: f[:, layer] for name, f in features.items()})
-        return mix(features)
+            lessons.note(["start"] * upcoming.shape[1], 0, stack)
+        return mix.weigh(stack)
 
     def left(self, scan: Scan, layer: int, inputs: np.ndarray | None, discount: float) -> np.ndarray:
         """Once gate ``layer`` has decided, having read inputs [B, H]: values [B, J] of its layer from then on."""
@@ -133,21 +134,21 @@ class FittedPredictors:
         self,
         scan: Scan,
         layer: int,
-        known: np.ndarray,
+        prior: np.ndarray,
         inputs: np.ndarray | None,
         lessons: RequestLessons | None = None,
-    ) -> Iterator[np.ndarray]:
-        """At that moment: probabilities [B, J] of use in the layers after it, nearest first; ``known`` before it."""
-        if layer == len(self.knowledge.popularity) - 1:
-            return
-        features = scan.ahead(layer, known, inputs)
-        for i in range(features["prior"].shape[1]):
-            moment = f"ahead-{i + 1}" if inputs is None else f"ahead-{i + 1}{HIDDEN}"
-            mix = self.mixes[moment]
-            here = {name: features[name][:, i] for name in mix.names}
-            if lessons is not None:
-                lessons.note(mix, moment, layer + 1 + i, here)
-            yield mix(here)
+    ) -> np.ndarray:
+        """At that moment: probabilities of use in the n layers after it, [B, n, J]; ``prior`` are log-odds before."""
+        layers, experts = self.knowledge.popularity.shape
+        count = min(self.knowledge.depth, layers - 1 - layer)
+        if not count:
+            return np.empty((len(prior), 0, experts), dtype=np.float32)
+        moments = [f"ahead-{i + 1}" if inputs is None else f"ahead-{i + 1}{HIDDEN}" for i in range(count)]
+        mix = join_mixes(tuple(self.mixes[moment] for moment in moments))
+        stack = stack_features(mix.names, scan.ahead(layer, prior, inputs))
+        if lessons is not None:
+            lessons.note(moments, layer + 1, stack)
+        return mix.weigh(stack)
 
     def _mix(self, moment: str, inputs: np.ndarray | None) -> Mix:
         return self.mixes[moment if inputs is None else moment + HIDDEN]

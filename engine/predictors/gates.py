@@ -76,10 +76,17 @@ class Speculation:
 
     def ahead(self, layer: int, stop: int, inputs: np.ndarray) -> Features:
         """Of the layers after ``layer`` up to ``stop`` from what its gate read, inputs [B, H]: [B, layers, J]."""
-        experts = self._gates.weights.shape[1]
-        spoken = np.stack([gate_logits(self._gates, target, inputs) for target in range(layer + 1, stop)], axis=1)
-        learnt = apply_ridge(self._maps.ahead[layer], inputs).reshape(len(inputs), -1, experts)[:, : spoken.shape[1]]
-        return {**self._features("gate", spoken), **self._features("ridge", learnt)}
+        gates, layers = self._gates, slice(layer + 1, stop)
+        _, experts, width = gates.weights.shape
+        logits = np.empty((2, len(inputs), stop - layer - 1, experts), dtype=np.float32)
+        spoken, learnt = logits.reshape(2, len(inputs), -1)
+        np.matmul(inputs.astype(np.float32, copy=False), gates.weights[layers].reshape(-1, width).T, out=spoken)
+        if gates.bias is not None:
+            spoken += gates.bias[layers].reshape(-1)
+        learnt[:] = apply_ridge(self._maps.ahead[layer], inputs)
+        said = logit_features("both", logits, self._top_k)
+        (gate, ridge), (gate_margin, ridge_margin) = said["both"], said["both-margin"]
+        return {"gate": gate, "gate-margin": gate_margin, "ridge": ridge, "ridge-margin": ridge_margin}
 
     def same(self, layer: int, inputs: np.ndarray) -> Features:
         """Of the same layer in the next iteration: [B, 1, J]."""

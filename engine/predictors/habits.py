@@ -57,11 +57,12 @@ class Habits:
     def after(self, first: int, stop: int) -> Features:
         """Of layers ``first`` to ``stop``, once their gates have decided: [B, stop - first, J]."""
         layers = slice(first, stop)
-        features = {name: log_share(self._recencies[1:, i, layers]) for i, name in enumerate(RECENCIES)}
+        recencies = log_share(self._recencies[1:, :, layers])
+        features = {name: recencies[:, i] for i, name in enumerate(RECENCIES)}
         maps = self._state.maps[self._rows, layers]
         features["previous"] = log_share(maps)
         features["previous-margin"] = margins(map_logits(maps), self._top_k)
-        features["popularity"] = np.broadcast_to(log_share(self._popularity[layers]), features["previous"].shape)
+        features["popularity"] = log_share(np.repeat(self._popularity[None, layers], len(maps), axis=0))
         return features
 
     def like_requests(self) -> Features:

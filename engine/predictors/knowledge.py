@@ -76,10 +76,14 @@ class Scan:
             knowledge.archive, knowledge.popularity, state, block, knowledge.sharpness, knowledge.prior, excluded
         )
 
+    @property
+    def uses(self) -> np.ndarray:
+        """What the iterations have used so far, float32 [B, L, J]."""
+        return self._state.uses[self._rows]
+
     def fill(self, layer: int, maps: np.ndarray, uses: np.ndarray) -> None:
         """Gate ``layer`` has decided: its distributions and uses, float32 [B, J]."""
-        self._state.maps[self._rows, layer] = maps
-        self._state.uses[self._rows, layer] = uses
+        self._state.fill(self._rows, layer, maps, uses)
         self._habits.fill(layer)
 
     def start(self, upcoming: np.ndarray, embeddings: np.ndarray) -> Features:
@@ -105,10 +109,10 @@ class Scan:
         speculation = self._knowledge.speculation
         return features if inputs is None or speculation is None else {**features, **speculation.same(layer, inputs)}
 
-    def ahead(self, layer: int, known: np.ndarray, inputs: np.ndarray | None) -> Features:
-        """Of the D layers after ``layer``, fewer at the end; ``known`` [B, L, J] before the iteration."""
+    def ahead(self, layer: int, prior: np.ndarray, inputs: np.ndarray | None) -> Features:
+        """Of the D layers after ``layer``, fewer at the end; ``prior`` [B, L, J], log-odds before the iteration."""
         stop = min(layer + 1 + self._knowledge.depth, self._layers)
-        features = {"prior": log_odds(known[:, layer + 1 : stop]), **self._similar.ahead(layer + 1, stop)}
+        features = {"prior": prior[:, layer + 1 : stop], **self._similar.ahead(layer + 1, stop)}
         speculation = self._knowledge.speculation
         if inputs is None or speculation is None:
             return features

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.predictors.features import Features
 from engine.predictors.mix import Mix, fit_mix
 
 ROWS = 8192
@@ -58,19 +57,22 @@ class MixLessons:
             share = np.float32(cases / (cases + _STORE_CASES))
             self.mixes[moment] = Mix(first.names, first.weights + share * (recent.weights - first.weights))
 
-    def draw(self, numbers: np.ndarray, layer: int) -> np.ndarray:
-        """The expert [B] of a layer whose case is kept for each of B iterations; any, and the same in every run."""
-        return (numbers * 7919 + layer * 104_729 + numbers // self._experts * 31) % self._experts
+    def draw(self, numbers: np.ndarray) -> np.ndarray:
+        """The expert [L, B] of each layer whose case is kept for each of B iterations; any, the same in every run."""
+        layers = np.arange(self._layers)[:, None]
+        return (numbers * 7919 + layers * 104_729 + numbers // self._experts * 31) % self._experts
 
-    def keep(self, moment: str, numbers: np.ndarray, layer: int, rows: np.ndarray, happened: np.ndarray) -> None:
-        """Cases of one layer in B iterations: features [B, F] and what came of them [B]."""
+    def keep(
+        self, moment: str, numbers: np.ndarray, layers: np.ndarray, rows: np.ndarray, happened: np.ndarray
+    ) -> None:
+        """Cases of n layers in B iterations: features [n, B, F] and what came of them [n, B]."""
         if moment not in self._cases:
-            shape = (ROWS, rows.shape[1])
+            shape = (ROWS, rows.shape[2])
             self._cases[moment] = np.zeros(shape, dtype=np.float32), np.full(ROWS, np.nan, dtype=np.float32)
-        place = (numbers * self._layers + layer) % ROWS
+        places = (numbers * self._layers + layers[:, None]) % ROWS
         kept, outcomes = self._cases[moment]
-        kept[place] = rows
-        outcomes[place] = happened
+        kept[places] = rows
+        outcomes[places] = happened
 
 
 class RequestLessons:
@@ -78,22 +80,28 @@ class RequestLessons:
 
     def __init__(self, lessons: MixLessons) -> None:
         self._lessons = lessons
-        self._waiting: dict[int, list[tuple[str, np.ndarray, np.ndarray]]] = defaultdict(list)
+        self._waiting: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         self._numbers = np.empty(0, dtype=np.int64)
+        self._drawn = self._layers = self._iterations = np.empty((0, 0), dtype=np.int64)
 
     def begin(self, count: int) -> None:
         """So many iterations begin together."""
         first = self._lessons.take_iterations(count)
         self._numbers = np.arange(first, first + count)
+        self._drawn = self._lessons.draw(self._numbers)
+        self._layers, self._iterations = np.ogrid[: len(self._drawn), :count]
+        self._waiting.clear()
 
-    def note(self, mix: Mix, moment: str, layer: int, features: Features) -> None:
-        """What a mix was told of a layer of each iteration, features [B, J]."""
-        drawn = self._lessons.draw(self._numbers, layer)
-        rows = np.stack([features[name][np.arange(len(drawn)), drawn] for name in mix.names], axis=1)
-        self._waiting[layer].append((moment, drawn, rows))
+    def note(self, moments: Sequence[str], first: int, stack: np.ndarray) -> None:
+        """What mixes were told, features [F, B, n, J], of n layers from ``first`` on, each in a moment of its own."""
+        drawn = self._drawn[first : first + stack.shape[2]]
+        rows = stack.transpose(2, 1, 3, 0)[self._layers[: len(drawn)], self._iterations, drawn]
+        for layer, (moment, row) in enumerate(zip(moments, rows, strict=True), first):
+            self._waiting[moment][layer] = row
 
-    def settle(self, layer: int, uses: np.ndarray) -> None:
-        """The layer's gates have decided: uses [B, J]."""
-        for moment, drawn, rows in self._waiting.pop(layer, ()):
-            happened = uses[np.arange(len(drawn)), drawn]
-            self._lessons.keep(moment, self._numbers, layer, rows, happened)
+    def settle(self, uses: np.ndarray) -> None:
+        """The iterations are complete: their uses [B, L, J]."""
+        happened = uses[self._iterations, self._layers, self._drawn]
+        for moment, noted in self._waiting.items():
+            layers = np.array(list(noted))
+            self._lessons.keep(moment, self._numbers, layers, np.array(list(noted.values())), happened[layers])

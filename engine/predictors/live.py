@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.predictors.features import log_odds
 from engine.predictors.fitted import FittedPredictors, steady_value, token_uses
 from engine.predictors.knowledge import Scan
 from engine.predictors.lessons import RequestLessons
@@ -26,7 +27,7 @@ class LiveForecast:
         popularity = fitted.knowledge.popularity
         self._state = RequestState(popularity)
         self._phase: Phase = "decode"
-        self._known = self.upcoming = popularity
+        self._prior = self.upcoming = popularity
         self.values = steady_value(popularity, discount)
         self._scan = Scan(fitted.knowledge, self._state, 1)
 
@@ -37,8 +38,9 @@ class LiveForecast:
         embeddings = None if embedding is None else embedding[None]
         if self._lessons is not None:
             self._lessons.begin(1)
-        self._known = self._fitted.start(self._scan, self.upcoming[None], embeddings, self._lessons)
-        return self._known[0]
+        known = self._fitted.start(self._scan, self.upcoming[None], embeddings, self._lessons)
+        self._prior = log_odds(known)
+        return known[0]
 
     def observe(
         self, layer: int, probabilities: np.ndarray, uses: np.ndarray, inputs: np.ndarray | None
@@ -54,13 +56,13 @@ class LiveForecast:
         read = None if inputs is None or not fitted.reads_gate_inputs else inputs[None]
         used = token_uses(probabilities[None], uses[None], self._phase, knowledge.top_k)
         scan.fill(layer, probabilities[None], used)
-        if self._lessons is not None:
-            self._lessons.settle(layer, used)
         scan.advance(layer)
         left = fitted.left(scan, layer, read, self._discount)[0]
-        ahead = [likely[0] for likely in fitted.ahead(scan, layer, self._known, read, self._lessons)]
+        ahead = fitted.ahead(scan, layer, self._prior, read, self._lessons)[0]
         if layer == len(knowledge.popularity) - 1:
             upcoming, values = fitted.following(scan, read, self._discount)
             self.upcoming, self.values = upcoming[0], values[0]
+            if self._lessons is not None:
+                self._lessons.settle(scan.uses)
             scan.close()
-        return left, np.stack(ahead) if ahead else np.empty((0, len(left)), dtype=np.float32)
+        return left, ahead

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from engine.logistic import fit_logistic, sigmoid
-from engine.predictors.features import Features
+from engine.predictors.features import Features, stack_features
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,7 +18,7 @@ class Mix:
 
     Attributes:
         names: of the features, F of them.
-        weights: float32 [F + 1], the last one the bias.
+        weights: float32 [F + 1, ...], the last one the bias; further axes are those of the features' last ones.
     """
 
     names: tuple[str, ...]
@@ -25,11 +26,21 @@ class Mix:
 
     def __call__(self, features: Features) -> np.ndarray:
         """Probabilities in the shape of the features."""
-        total = self.weights[0] * features[self.names[0]]
-        for name, weight in zip(self.names[1:], self.weights[1:-1], strict=True):
-            total += weight * features[name]
-        total += self.weights[-1]
+        return self.weigh(stack_features(self.names, features))
+
+    def weigh(self, stack: np.ndarray) -> np.ndarray:
+        """Probabilities [...] of features that are stacked by ``names`` already, [F, ...]."""
+        between = (1,) * (stack.ndim - self.weights.ndim)
+        weights = self.weights.reshape(len(self.weights), *between, *self.weights.shape[1:])
+        total = np.add.reduce(weights[:-1] * stack)
+        total += weights[-1]
         return sigmoid(total).astype(np.float32, copy=False)
+
+
+@lru_cache(maxsize=64)
+def join_mixes(mixes: tuple[Mix, ...]) -> Mix:
+    """D mixes of the same features as one of features [..., D, J], each of which weighs its own of them."""
+    return Mix(mixes[0].names, np.stack([mix.weights for mix in mixes], axis=1)[:, :, None])
 
 
 def log_loss(said: np.ndarray, happened: np.ndarray) -> float:

@@ -10,6 +10,9 @@ WINDOW = 256
 BLOCK = 128
 """Iterations predicted together at most."""
 
+FLOOR = 0.01
+"""Added to norms, so that nothing divides by zero."""
+
 DECAYS = np.array([0.5, 0.7, 0.85, 0.93, 0.98], dtype=np.float32)
 
 
@@ -18,6 +21,7 @@ class RequestState:
 
     Attributes:
         maps, uses: float32 [rows, L, J]; the first ``count`` hold complete iterations, oldest first.
+        inverse_norms: float32 [rows, L], of the maps up to each layer.
         embeddings: float32 [rows, h], or None.
         recencies: float32 [len(DECAYS), L, J], decayed shares of uses, before the next iteration.
         totals: float32 [L, J], uses of all iterations.
@@ -30,6 +34,8 @@ class RequestState:
         self.count = 0
         self.maps = np.zeros((rows, layers, experts), dtype=np.float32)
         self.uses = np.zeros((rows, layers, experts), dtype=np.float32)
+        self._squares = np.zeros((rows, layers), dtype=np.float32)
+        self.inverse_norms = np.zeros((rows, layers), dtype=np.float32)
         self.embeddings: np.ndarray | None = None
         self.recencies = np.repeat(popularity[None].astype(np.float32), len(DECAYS), axis=0)
         self.totals = np.zeros((layers, experts), dtype=np.float32)
@@ -40,10 +46,20 @@ class RequestState:
         if self.count + block <= len(self.maps):
             return
         kept = slice(self.count - WINDOW, self.count)
-        for buffer in (self.maps, self.uses, self.embeddings):
+        for buffer in (self.maps, self.uses, self.inverse_norms, self.embeddings):
             if buffer is not None:
                 buffer[:WINDOW] = buffer[kept].copy()
         self.count = WINDOW
+
+    def fill(self, rows: slice, layer: int, maps: np.ndarray, uses: np.ndarray) -> None:
+        """Keep a layer's distributions and uses [B, J] of these iterations, after those of the layers before."""
+        self.maps[rows, layer] = maps
+        self.uses[rows, layer] = uses
+        squares = np.square(maps).sum(axis=1)
+        if layer:
+            squares += self._squares[rows, layer - 1]
+        self._squares[rows, layer] = squares
+        self.inverse_norms[rows, layer] = 1.0 / np.sqrt(squares + FLOOR**2)
 
     def embed(self, embeddings: np.ndarray) -> None:
         """Keep the embeddings [B, h] of the iterations that follow the complete ones."""

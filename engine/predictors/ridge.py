@@ -53,4 +53,4 @@ def choose_strength(inputs: np.ndarray, target: np.ndarray) -> float:
 
 def apply_ridge(fitted: np.ndarray, inputs: np.ndarray) -> np.ndarray:
     """[..., M] for inputs [..., H]."""
-    return inputs.astype(np.float32) @ fitted[:-1] + fitted[-1]
+    return inputs.astype(np.float32, copy=False) @ fitted[:-1] + fitted[-1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.predictors.features import Features
+from engine.predictors.features import Features, log_odds
 from engine.predictors.fitted import DISCOUNTS, FittedPredictors, TracedBlock, blocks, steady_value
 from engine.predictors.knowledge import Scan
 from engine.predictors.request_state import RequestState
@@ -68,11 +68,11 @@ class RequestSampler:
     def add_ahead(self, request: TracedRequest) -> None:
         """Of layers of the running iteration (``ahead-D``); needs the mixes of ``next`` and ``start``."""
         for scan, block, upcoming in self._foreseen(request):
-            known = self._fitted.start(scan, upcoming, block.embeddings)
+            prior = log_odds(self._fitted.start(scan, upcoming, block.embeddings))
             count = round(ROWS * len(block.maps) / len(request) / self._layers)
             for layer in range(self._layers - 1):
                 scan.advance(layer)
-                features = scan.ahead(layer, known, self._inputs(block, layer))
+                features = scan.ahead(layer, prior, self._inputs(block, layer))
                 for i in range(features["prior"].shape[1]):
                     here = {name: f[:, i] for name, f in features.items()}
                     self._sample.add(f"ahead-{i + 1}", here, block.uses[:, layer + 1 + i], count)

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.map_search import MapArchive
 from engine.predictors.features import Features, log_share
-from engine.predictors.request_state import WINDOW, RequestState
+from engine.predictors.request_state import FLOOR, WINDOW, RequestState
 
 NEIGHBOURS = 32
 """Stored iterations that have a say; the study found no more than 32 useful (FINDINGS, table B)."""
@@ -18,7 +18,6 @@ NEIGHBOURS = 32
 FOLDS = 16
 """Archives of a multiple of it are searched fastest, see ``nearest``."""
 
-_FLOOR = 0.01
 # Keeps the sum of weights positive where all neighbours are equally near.
 _LEAST = 1e-4
 
@@ -58,7 +57,6 @@ class Similar:
     def _restart(self) -> None:
         block = self._rows.stop - self._rows.start
         self._own_products = np.zeros((block, self._keys), dtype=np.float32)
-        self._squares = np.zeros(self._rows.stop, dtype=np.float32)
         self._products = np.zeros((block, len(self._archive)), dtype=np.float32)
 
     def start(self) -> Features:
@@ -66,7 +64,7 @@ class Similar:
         embeddings = self._state.embeddings
         assert embeddings is not None and self._archive.embeddings is not None
         normed = embeddings[: self._rows.stop]
-        normed = normed / (np.linalg.norm(normed, axis=1, keepdims=True) + _FLOOR)
+        normed = normed / (np.linalg.norm(normed, axis=1, keepdims=True) + FLOOR)
         queries = normed[self._rows]
         self._weigh_stored(queries @ self._archive.embeddings.T)
         self._weigh_own(queries @ normed[: self._keys].T)
@@ -80,7 +78,6 @@ class Similar:
         maps = self._state.maps
         queries = maps[self._rows, layer]
         self._own_products += queries @ maps[: self._keys, layer].T
-        self._squares += np.square(maps[: self._rows.stop, layer]).sum(axis=1)
         self._products += queries @ self._archive.by_layer[layer]
         self._weigh(layer)
 
@@ -90,7 +87,6 @@ class Similar:
         maps = self._state.maps.reshape(len(self._state.maps), -1)
         queries = maps[self._rows]
         self._own_products = queries @ maps[: self._keys].T
-        self._squares = np.square(maps[: self._rows.stop]).sum(axis=1)
         self._products = queries @ self._archive.by_layer.reshape(maps.shape[1], -1)
         self._weigh(layers - 1)
 
@@ -109,7 +105,7 @@ class Similar:
         return {name: log_share(stored), f"own-{name}": log_share(own)}
 
     def _weigh(self, layer: int) -> None:
-        inverse = 1.0 / np.sqrt(self._squares + _FLOOR**2)
+        inverse = self._state.inverse_norms[: self._rows.stop, layer]
         self._weigh_own(self._own_products * inverse[: self._keys] * inverse[self._rows, None])
         self._weigh_stored(self._products * self._archive.inverse_norms[layer] * inverse[self._rows, None])
 
@@ -126,7 +122,7 @@ class Similar:
         if self._absent is not None:
             cosines = np.where(self._absent, -1.0, cosines)
         self._nearest = nearest(cosines, min(NEIGHBOURS, cosines.shape[1]))
-        near = np.take_along_axis(cosines, self._nearest, axis=1)
+        near = cosines[np.arange(len(cosines))[:, None], self._nearest]
         weights = np.exp(self._sharpness * (near - near.max(axis=1, keepdims=True)))
         # A neighbour that rounding exchanges for another must not matter.
         weights += _LEAST - weights.min(axis=1, keepdims=True)
@@ -157,5 +153,5 @@ def nearest(cosines: np.ndarray, count: int) -> np.ndarray:
     folded = cosines.reshape(rows, FOLDS, width)
     groups = folded.max(axis=1).argpartition(-count, axis=1)[:, -count:]
     candidates = (groups[:, None] + width * np.arange(FOLDS)[:, None]).reshape(rows, -1)
-    values = np.take_along_axis(cosines, candidates, axis=1)
-    return np.take_along_axis(candidates, values.argpartition(-count, axis=1)[:, -count:], axis=1)
+    row = np.arange(rows)[:, None]
+    return candidates[row, cosines[row, candidates].argpartition(-count, axis=1)[:, -count:]]

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from engine.predictors.features import log_odds
 from engine.predictors.fitted import HIDDEN, FittedPredictors, TracedBlock, blocks
 from engine.predictors.fitting import fit_predictors
 from engine.predictors.knowledge import Scan
@@ -106,10 +107,11 @@ def _measure_request(fitted: FittedPredictors, request: TracedRequest, recall: R
 
 def _measure_ahead(fitted: FittedPredictors, scan: Scan, block: TracedBlock, known: np.ndarray, recall: Recall) -> None:
     inputs = block.inputs if fitted.reads_gate_inputs else None
+    prior = log_odds(known)
     hidden = "" if inputs is None else HIDDEN
     for layer in range(block.uses.shape[1] - 1):
         scan.advance(layer)
-        features = dict(scan.ahead(layer, known, None if inputs is None else inputs[:, layer]))
+        features = dict(scan.ahead(layer, prior, None if inputs is None else inputs[:, layer]))
         for distance in DISTANCES:
             if distance > features["prior"].shape[1]:
                 continue

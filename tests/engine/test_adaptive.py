@@ -9,7 +9,7 @@ import pytest
 
 from engine.adaptive import Adaptive, AdaptiveSettings, PreparedAdaptive
 from engine.adaptive_choice import AdaptiveFit
-from engine.expected_use import ExpectedUse, raise_values
+from engine.expected_use import ExpectedUse, missing_rest, raise_values
 from engine.hardware import Hardware
 from engine.observations import ObservedGate, ObservedIteration
 from engine.policy_names import PolicyFactory
@@ -69,7 +69,7 @@ def test_the_allowance_is_what_recency_would_have_missed() -> None:
 def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
     # Value 0.5 of which 0.2 is the next visit: 0.8 of the time the rest, 0.375, remains.
     values, upcoming = np.array([0.5, 0.5, 0.5]), np.array([0.2, 0.2, 0.2])
-    raised = raise_values(values, upcoming, np.array([0.1, 0.6, 1.0]))
+    raised = raise_values(values, upcoming, missing_rest(values, upcoming), np.array([0.1, 0.6, 1.0]))
     assert raised.tolist() == pytest.approx([0.5, 0.6 + 0.4 * 0.375, 1.0])
 
 
