@@ -12,6 +12,10 @@ BYTES_ALLOWED = 1.03
 MOST_SAVED = 64.0
 """Loads that can be caught up with later at most: what was spared long ago is no reason to fetch more now."""
 
+DEBT, DEBT_LEFT = 12.0, 6.0
+"""Loads beyond the allowed from which on recency decides what is evicted, and from which on expected use does again:
+where it learnt from is too unlike what it meets."""
+
 
 def missing_rest(values: np.ndarray, upcoming: np.ndarray) -> np.ndarray:
     """What the rest of values lacks of 1, where a value is p + (1 - p) * rest and p is ``upcoming``."""
@@ -29,7 +33,7 @@ def raise_values(values: np.ndarray, upcoming: np.ndarray, missing: np.ndarray, 
 
 
 class ExpectedUse:
-    """Evict the expert of the lowest expected discounted next use.
+    """Evict the expert of the lowest expected discounted next use; where that loads more than LRU would, be LRU.
 
     Attributes:
         worth: float32 [L, J], expected discount by whole iterations, from the next visit on; the policy keeps it.
@@ -55,6 +59,9 @@ class ExpectedUse:
         self._price = price
         self._allowance = 0.0
         self._recency = None if capacity is None else ShadowRecency(capacity)
+        self._last_use = np.zeros(layers * experts, dtype=np.float64)
+        self._clock = 0
+        self._in_debt = False
 
     @property
     def has_allowance(self) -> bool:
@@ -66,8 +73,12 @@ class ExpectedUse:
         self._discount = self._discounts[layer + 1]
 
     def record_use(self, keys: Sequence[int]) -> None:
-        if self._recency is not None:
-            self._allowance = min(self._allowance + BYTES_ALLOWED * self._recency.use(keys), MOST_SAVED)
+        if self._recency is None:
+            return
+        self._allowance = min(self._allowance + BYTES_ALLOWED * self._recency.use(keys), MOST_SAVED)
+        self._in_debt = self._allowance < -(DEBT_LEFT if self._in_debt else DEBT)
+        self._clock += 1
+        self._last_use[keys] = self._clock
 
     def record_guidance(self, probabilities: np.ndarray) -> None:
         """The policy sets what experts are worth."""
@@ -80,12 +91,16 @@ class ExpectedUse:
         self.absent[key] = True
 
     def values(self, keys: np.ndarray) -> np.ndarray:
+        if self._in_debt:
+            return self._last_use[keys]
         worth = self._discount[keys] * self._flat[keys]
         if self._price and len(keys) == 1 and self.absent[keys[0]]:
             worth = worth - self._price
         return worth
 
     def speculative_value(self, key: int, probability: float) -> float:
+        if self._in_debt:
+            return -1.0
         return float(self._discount[key] * self._flat[key]) - self._price
 
 

@@ -66,6 +66,25 @@ def test_the_allowance_is_what_recency_would_have_missed() -> None:
     assert ExpectedUse(1, 4, discount=1.0).has_allowance
 
 
+def test_what_loads_more_than_recency_becomes_recency() -> None:
+    """0 is worth nothing and always used; keeping what is worth most instead loads it anew each time."""
+    rule = ExpectedUse(1, 3, discount=1.0, capacity=2)
+    rule.worth[0] = [0.0, 0.5, 0.9]
+    rule.record_use([1])
+    rule.record_use([0])
+    assert rule.values(np.array([1, 2])).argmax() == 1
+    for _ in range(20):
+        rule.record_use([0])
+        rule.record_load(0)
+    rule.record_use([0])
+    assert rule.values(np.array([0, 1, 2])).argsort().tolist() == [2, 1, 0]
+    assert rule.speculative_value(2, 0.9) < rule.values(np.array([2]))[0]
+    while not rule.has_allowance:
+        # Everything is new to recency, and is loaded by it.
+        rule.record_use([0, 1, 2])
+    assert rule.values(np.array([1, 2])).argmax() == 1
+
+
 def test_knowledge_raises_a_value_and_never_lowers_it() -> None:
     # Value 0.5 of which 0.2 is the next visit: 0.8 of the time the rest, 0.375, remains.
     values, upcoming = np.array([0.5, 0.5, 0.5]), np.array([0.2, 0.2, 0.2])
