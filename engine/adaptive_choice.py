@@ -34,10 +34,14 @@ class AdaptiveFit:
 
     Both are worked out when first asked for; settings once for each machine, capacity and executor. Settings of None
     stand for plain LRU.
+
+    Raises, once asked:
+        PolicyError: see ``fit_predictors``.
     """
 
     def __init__(self, store: RoutingTrace) -> None:
         self._store = store.decode_only()
+        self._followed = [request for request in self._store.requests if len(request) > 1]
         self.settings = cache(self._choose)
 
     @cached_property
@@ -61,14 +65,14 @@ class AdaptiveFit:
 
     @cached_property
     def _trial(self) -> _Trial:
-        return _Trial(self._store)
+        return _Trial(RoutingTrace(self._store.manifest, tuple(self._followed)))
 
     def _choose(self, hardware: Hardware, capacity: int, in_place: bool) -> AdaptiveSettings | None:
         """Those of the lowest time an iteration among the candidates that move no more bytes than LRU.
 
         None if all of them are slower than LRU there.
         """
-        if len(self._store.requests) < _FEWEST:
+        if len(self._followed) < _FEWEST:
             return _MIDDLE
         recency = self._trial.replay_lru(hardware, capacity, in_place)
 

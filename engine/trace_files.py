@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -49,9 +50,13 @@ class TracedIteration:
 
 
 class TraceWriter:
-    """Writes a trace row by row. A context manager; a file whose writer fails is removed.
+    """Writes a trace row by row. A context manager, at whose end the trace takes its name.
 
-    The routers' weights of a trace with gate inputs go to a file beside it, see ``gates_path``.
+    Until then it is ``NAME.part``: what was there before stays if the writer fails, or is killed. The routers' weights
+    of a trace with gate inputs go to a file beside it, see ``gates_path``.
+
+    Raises, as do its methods:
+        TraceError: the file cannot be written.
     """
 
     def __init__(self, path: Path, manifest: TraceManifest) -> None:
@@ -60,10 +65,11 @@ class TraceWriter:
         self._schema = _schema(manifest)
         self._rows: list[TracedIteration] = []
         self.iterations = 0
-        try:
-            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be written ({error.strerror or error})") from error
+        if path.exists() and not path.is_file():
+            raise TraceError(f"{path}: is no file that a trace can take the place of; give another name")
+        self._parts = {_part(path): path}
+        with self._writing():
+            self._writer = pq.ParquetWriter(_part(path), self._schema, compression="zstd")
 
     def write(self, row: TracedIteration) -> None:
         self._rows.append(row)
@@ -72,7 +78,9 @@ class TraceWriter:
             self._flush()
 
     def write_gates(self, gates: RouterGates) -> None:
-        write_gates(gates_path(self._path), gates)
+        target = gates_path(self._path)
+        self._parts = {_part(target): target, **self._parts}
+        write_gates(_part(target), gates)
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -96,7 +104,15 @@ class TraceWriter:
         if self.manifest.gate_inputs:
             read = [None if r.gate_inputs is None else r.gate_inputs.astype(np.float16).reshape(-1) for r in rows]
             columns["gate_inputs"] = pa.array(read, pa.large_list(pa.float16()))
-        self._writer.write_table(pa.table(columns, schema=self._schema))
+        with self._writing():
+            self._writer.write_table(pa.table(columns, schema=self._schema))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot be written ({error.strerror or error})") from error
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -104,13 +120,17 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._flush()
-        self._writer.close()
-        if error is not None:
-            self._path.unlink(missing_ok=True)
-            if self.manifest.gate_inputs:
-                gates_path(self._path).unlink(missing_ok=True)
+        try:
+            if error is None:
+                self._flush()
+            with self._writing():
+                self._writer.close()
+                if error is None:
+                    for part, target in self._parts.items():
+                        part.replace(target)
+        finally:
+            for part in self._parts:
+                part.unlink(missing_ok=True)
 
 
 def read_trace(path: Path) -> RoutingTrace:
@@ -120,14 +140,8 @@ def read_trace(path: Path) -> RoutingTrace:
         TraceError: no such file, no Parquet file, no trace of this schema version, one without rows, or one whose
             file of routers' weights is missing or of other routers.
     """
-    try:
+    with _reading(path):
         table = pq.read_table(path).combine_chunks()
-    except FileNotFoundError:
-        raise TraceError(f"{path}: no such trace file") from None
-    except (OSError, pa.ArrowException) as error:
-        raise TraceError(
-            f"{path}: not a readable Parquet file (an .npz file is converted with 'finemoe bench import-trace')"
-        ) from error
     manifest = _read_manifest(path, table.schema)
     if table.schema.remove_metadata() != _schema(manifest).remove_metadata():
         raise TraceError(f"{path}: its columns are not those its manifest promises")
@@ -136,6 +150,33 @@ def read_trace(path: Path) -> RoutingTrace:
     if manifest.gate_inputs:
         manifest = replace(manifest, gates=read_gates(gates_path(path), manifest.layers, manifest.experts))
     return RoutingTrace(manifest, tuple(_requests(path, table, manifest)))
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def read_manifest(path: Path) -> TraceManifest:
+    """What a trace file is of, without its rows.
+
+    Raises:
+        TraceError: no such file, no Parquet file, or no trace of this schema version.
+    """
+    with _reading(path):
+        schema = pq.read_schema(path)
+    return _read_manifest(path, schema)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such trace file") from None
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(
+            f"{path}: not a readable Parquet file (an .npz file is converted with 'finemoe bench import-trace')"
+        ) from error
 
 
 def _read_manifest(path: Path, schema: pa.Schema) -> TraceManifest:

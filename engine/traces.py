@@ -189,7 +189,7 @@ class RoutingTrace:
         count = round(share * len(ranked))
         if not 0 < count < len(ranked):
             raise TraceError(
-                f"a trace of {len(ranked)} requests cannot be divided {share:.0%} to the store: record more requests"
+                f"{len(ranked)} requests with decode steps cannot be divided {share:.0%} to the store: record more"
             )
         stored = set(ranked[:count])
         sides = [tuple(r for i, r in enumerate(self.requests) if (i in stored) is side) for side in (True, False)]

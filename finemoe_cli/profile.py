@@ -45,7 +45,7 @@ def profile(
     ] = "demo",
     limit: LimitOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=2, help="Tokens to generate a prompt.")
+        int, typer.Option("--max-new-tokens", metavar="N", min=3, help="Tokens to generate a prompt.")
     ] = 32,
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="S", min=0.0, help="Longest time for answering prompts.")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget import ExpertBudget
-from engine.errors import BudgetError
+from engine.errors import BudgetError, PolicyError, TraceError
 from engine.hardware import Hardware
 from engine.link_bound import least_iteration_seconds
 from engine.policy_names import SEMANTIC, SPECULATIVE, PolicyFactory
 from engine.replay import Replay, ReplayOutcome
-from engine.trace_files import read_trace
-from engine.traces import TraceManifest
+from engine.trace_files import read_manifest, read_trace
+from engine.traces import RoutingTrace, TraceManifest
 from finemoe_cli.console import note
 
 COLUMNS = ("trace", "cache", "policy", "tpot_ms", "hit", "late", "miss", "bytes_moved", "wasted_bytes", "stall_ms")
@@ -51,12 +51,17 @@ class ReplayGrid:
     warm_up: int
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """A record a cell; cells whose budget is too small for the policy are named on stderr and left out."""
+        """A record a cell; cells that cannot be replayed are named on stderr and left out.
+
+        Raises:
+            TraceError: a trace cannot be read, which is found before any is replayed, or not be divided.
+            BudgetError, PolicyError: no cell is left, for this reason.
+        """
         for path in self.traces:
-            trace = read_trace(path)
-            store, test = trace.decode_only(self.limit).split(self.store_share)
-            if self.prefill:
-                _, test = trace.first_steps(self.limit).split(self.store_share)
+            read_manifest(path)
+        replayed, reason = False, None
+        for path in self.traces:
+            store, test = self._divide(path)
             if test.manifest.hidden_size is None and SEMANTIC.intersection(self.policies):
                 note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
             policies = self._possible(path, test.manifest)
@@ -72,11 +77,26 @@ class ReplayGrid:
                         replay = Replay(
                             test, factory.build(name, capacity, self.in_place), self.hardware, capacity, self.in_place
                         )
-                    except BudgetError as error:
+                    except (BudgetError, PolicyError) as error:
                         note(f"left out: {name} at {cache.text}: {error}")
+                        reason = error
                         continue
+                    replayed = True
                     record = self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
                     yield record if bound is None else {**record, "bound_ms": bound}
+        if reason is not None and not replayed:
+            raise reason
+
+    def _divide(self, path: Path) -> tuple[RoutingTrace, RoutingTrace]:
+        """Decode steps that the policies know, and what is replayed: other requests."""
+        trace = read_trace(path)
+        try:
+            store, test = trace.decode_only(self.limit).split(self.store_share)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from error
+        if self.prefill:
+            _, test = trace.first_steps(self.limit).split(self.store_share)
+        return store, test
 
     def _possible(self, path: Path, manifest: TraceManifest) -> Sequence[str]:
         """The policies that the trace allows, unless that is none of them: building them then tells why."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.errors import PolicyError
 from engine.map_search import ActivationCounts, MapArchive
 from engine.predictors.fitted import DISCOUNTS, HIDDEN, FittedPredictors
 from engine.predictors.gates import fit_embedding_map, fit_gate_maps
@@ -46,13 +47,23 @@ def fit_predictors(store: RoutingTrace, depth: int = DEPTH, maps: int = MAPS) ->
         store: requests recorded beforehand; nothing else is looked at.
         depth: D, layers predicted ahead at most.
         maps: stored iterations that are searched, at most.
+
+    Raises:
+        PolicyError: no request has two decode steps, and so none tells what follows.
     """
     store = store.decode_only()
+    followed = [request for request in store.requests if len(request) > 1]
+    if not followed:
+        raise PolicyError(
+            f"the predictors learn what follows a decode step, but of {len(store.requests)} recorded requests none has "
+            "two of them: record more requests, or longer answers"
+        )
     knowledge = _gather(store, depth, maps)
-    knowledge = replace(knowledge, sharpness=_choose_sharpness(knowledge, store.requests))
-    step = max(2, -(-len(store.requests) // _TRAINING_REQUESTS))
-    training = store.requests[::step]
-    others = [r for i, r in enumerate(store.requests) if i % step] or list(store.requests)
+    knowledge = replace(knowledge, sharpness=_choose_sharpness(knowledge, followed))
+    step = max(2, -(-len(followed) // _TRAINING_REQUESTS))
+    training = followed[::step]
+    chosen = {request.request for request in training}
+    others = [r for r in store.requests if r.request not in chosen] or list(store.requests)
     # A map fitted on the rows that the mix is fitted on would look better there than it is.
     mixes = _fit_mixes(_with_linear_maps(knowledge, others), training)
     return FittedPredictors(_with_linear_maps(knowledge, list(store.requests)), mixes)

@@ -9,6 +9,7 @@ import pytest
 
 from engine.adaptive import Adaptive, AdaptiveSettings, PreparedAdaptive
 from engine.adaptive_choice import AdaptiveFit
+from engine.errors import PolicyError
 from engine.expected_use import ExpectedUse, missing_rest, raise_values
 from engine.hardware import Hardware
 from engine.observations import ObservedGate, ObservedIteration
@@ -151,6 +152,16 @@ def test_adaptive_does_not_lose_to_recency_on_a_random_walk(capacity: int, in_pl
 def test_settings_are_chosen_on_the_store_alone() -> None:
     fit = AdaptiveFit(sample_trace(12, 40, seed=1))
     assert fit.settings(MACHINE, 16, False) == AdaptiveFit(sample_trace(12, 40, seed=1)).settings(MACHINE, 16, False)
+
+
+def test_requests_of_one_decode_step_tell_nothing_of_the_next() -> None:
+    """Beside longer ones they are known as any, wherever they lie; alone they are refused in a line."""
+    short, long = sample_trace(30, 1, seed=1).requests, sample_trace(35, 6, seed=2).requests[30:]
+    mixed = AdaptiveFit(RoutingTrace(sample_manifest(), (*short, *long)))
+    assert mixed.plan(MACHINE, 16).capacity == 16
+    for requests in (short, ()):
+        with pytest.raises(PolicyError, match="longer answers"):
+            AdaptiveFit(RoutingTrace(sample_manifest(), requests)).plan(MACHINE, 16)
 
 
 def test_a_plan_without_hardware_takes_middling_settings() -> None:

@@ -174,6 +174,20 @@ def test_a_failed_recording_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failed_recording_leaves_what_was_there(tmp_path: Path) -> None:
+    """While a trace is written, and after it has failed, its name holds the earlier one, whole."""
+    write_sample(tmp_path / "t.parquet")
+    with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "t.parquet", sample_manifest()):
+        assert read_trace(tmp_path / "t.parquet").iterations == 3
+        raise KeyboardInterrupt
+    assert read_trace(tmp_path / "t.parquet").iterations == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.parquet"]
+    with pytest.raises(TraceError, match="give another name"):
+        TraceWriter(tmp_path, sample_manifest())
+    with pytest.raises(TraceError, match="cannot be written"):
+        TraceWriter(tmp_path / "absent" / "t.parquet", sample_manifest())
+
+
 def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such trace"):
         read_trace(tmp_path / "absent")

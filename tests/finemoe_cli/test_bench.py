@@ -85,6 +85,10 @@ def test_missing_embeddings_are_said(trace: Path) -> None:
         (("--link", "55"), "--link '55' is no rate"),
         (("--layer-time", "1"), "is no duration"),
         (("--expert-bytes", "5%"), "is no size"),
+        (("--cache", "1B"), "room for 0 experts"),
+        (("absent.parquet",), "no such trace file"),
+        (("--store-share", "0.99"), r"t.parquet: 10 requests with decode steps cannot be divided 99%"),
+        (("--policies", "adaptive", "--limit", "1"), "longer answers"),
     ],
 )
 def test_bad_values_are_refused_in_a_line(trace: Path, arguments: tuple[str, str], message: str) -> None:
