@@ -53,7 +53,8 @@ def read_gates(path: Path, layers: int, experts: int) -> RouterGates:
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: not a readable Parquet file of routers' weights") from error
     scoring = (table.schema.metadata or {}).get(_METADATA_KEY, b"").decode()
-    if scoring not in _SCORINGS or table.num_rows != layers * experts:
+    known = {"weight", "bias"}.issubset(table.column_names)
+    if not known or scoring not in _SCORINGS or table.num_rows != layers * experts:
         raise TraceError(f"{path}: not the routers' weights of {layers} layers of {experts} experts")
     weights = table["weight"].chunk(0).flatten().to_numpy().reshape(layers, experts, -1)
     bias = table["bias"]

@@ -134,13 +134,19 @@ class Planner:
     def choose(self, distances: Sequence[int], capacity: int) -> Choice:
         """The policy of the least time for waiting and deciding; of those within 1 % of it the simplest.
 
+        Policies whose share of the budget holds fewer than K experts are left out.
+
         The simpler ones come first in ``POLICIES``. A policy's distance is that of the least stall; of those within
         1 % of it the one that moves least.
         """
         tried: dict[str, list[Expectation]] = {}
         left_out = {*_KNOW_THE_FUTURE, *(SPECULATIVE if self._trace.manifest.gates is None else ())}
         for name in (policy.name for policy in POLICIES if policy.name not in left_out):
-            first = self.expect(name, capacity, distances[0])
+            try:
+                first = self.expect(name, capacity, distances[0])
+            except BudgetError:
+                # ``lru-layer`` divides the budget; the others have room for a token if the engine had.
+                continue
             rest = distances[1:] if first.distance is not None else ()
             tried[name] = [first, *(self.expect(name, capacity, distance) for distance in rest)]
         at_best = {name: _best(cells) for name, cells in tried.items()}

@@ -42,10 +42,12 @@ def check_plot_path(path: Path) -> None:
     """Refuse, before anything slow, a file that ``write_plot`` could not write.
 
     Raises:
-        PlotError: the name does not end in .svg, or its folder does not exist.
+        PlotError: the name does not end in .svg, is a folder's, or its folder does not exist.
     """
     if path.suffix.lower() != ".svg":
         raise PlotError(f"{path}: plots are written as SVG; give a name that ends in .svg")
+    if path.is_dir():
+        raise PlotError(f"{path}: is a folder; give the name of a file")
     if not path.absolute().parent.is_dir():
         raise PlotError(f"{path}: its folder does not exist; create it first")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -69,7 +70,7 @@ class TraceWriter:
             raise TraceError(f"{path}: is no file that a trace can take the place of; give another name")
         self._parts = {_part(path): path}
         with self._writing():
-            self._writer = pq.ParquetWriter(_part(path), self._schema, compression="zstd")
+            self._writer = pq.ParquetWriter(_part(path), self._schema, compression="zstd", write_page_checksum=True)
 
     def write(self, row: TracedIteration) -> None:
         self._rows.append(row)
@@ -141,7 +142,7 @@ def read_trace(path: Path) -> RoutingTrace:
             file of routers' weights is missing or of other routers.
     """
     with _reading(path):
-        table = pq.read_table(path).combine_chunks()
+        table = pq.read_table(path, page_checksum_verification=True).combine_chunks()
     manifest = _read_manifest(path, table.schema)
     if table.schema.remove_metadata() != _schema(manifest).remove_metadata():
         raise TraceError(f"{path}: its columns are not those its manifest promises")
@@ -183,12 +184,21 @@ def _read_manifest(path: Path, schema: pa.Schema) -> TraceManifest:
     text = (schema.metadata or {}).get(_METADATA_KEY)
     if text is None:
         raise TraceError(f"{path}: a Parquet file, but not a routing trace of finemoe")
-    fields = json.loads(text)
+    try:
+        return _parse_manifest(path, json.loads(text))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path}: its manifest is damaged; record it again") from error
+
+
+def _parse_manifest(path: Path, fields: Mapping[str, Any]) -> TraceManifest:
     if fields.get("schema_version") != SCHEMA_VERSION:
         raise TraceError(
             f"{path}: trace schema {fields.get('schema_version')}, but this release reads {SCHEMA_VERSION}"
         )
-    return TraceManifest.from_dict(fields)
+    manifest = TraceManifest.from_dict(fields)
+    if min(manifest.layers, manifest.experts, manifest.top_k) < 1 or manifest.top_k > manifest.experts:
+        raise ValueError(f"{manifest.layers} layers, top-{manifest.top_k} of {manifest.experts} experts")
+    return manifest
 
 
 def _requests(path: Path, table: pa.Table, manifest: TraceManifest) -> list[TracedRequest]:
@@ -199,6 +209,8 @@ def _requests(path: Path, table: pa.Table, manifest: TraceManifest) -> list[Trac
         table = table.take(pa.array(order)).combine_chunks()
         numbers = table["request"].to_numpy()
     experts, offsets = _flatten(table["experts"], rows, layers)
+    if len(experts) and not 0 <= experts.min() <= experts.max() < manifest.experts:
+        raise TraceError(f"{path}: expert ids reach from {experts.min()} to {experts.max()}, J is {manifest.experts}")
     counts, _ = _flatten(table["counts"], rows, layers)
     phases = table["phase"].to_pylist()
     tokens = table["tokens"].to_numpy()

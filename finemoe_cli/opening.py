@@ -57,7 +57,7 @@ SeedOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-ADAPTIVE = "adaptive"
+ADAPTIVE, RECORDED = "adaptive", "lru"
 
 
 def open_source(settings: Settings) -> ModelSource:
@@ -114,21 +114,36 @@ def open_engine(
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
 
     The policy is the settings'; else, where a store is open, that of the profile of the model on this machine. With the
-    profile comes its prefetch distance.
+    profile comes its prefetch distance. Routing is recorded behind ``lru``, whatever the settings say: it is the same
+    behind any policy, and times are compared with replays of that one.
 
     Raises:
-        PolicyError: the settings name a policy that needs more than a store and a profile.
+        PolicyError: the settings name no policy, or one that needs more than a store and a profile.
     """
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
+    from engine.policy_names import check_policies
 
-    policy, plan = settings.policy.value, None
+    wanted = settings.policy.value if trace is None else RECORDED
+    if wanted is not None:
+        check_policies([wanted])
+    policy, plan = wanted, None
     distance = DEFAULT_DISTANCE if library is None else library.description.distance
-    profile = None if library is None and policy is None else find_profile(settings, source)
+    profile = None
+    if trace is None and (library is not None or wanted is not None):
+        profile = find_profile(settings, source)
     if profile is not None:
-        policy, distance = policy or profile.policy, profile.distance
-        note(f"profile of this machine: policy {policy}, prefetch distance {distance}")
-        plan = load_plan(settings, source, profile) if policy == ADAPTIVE else None
+        policy, distance = wanted or profile.policy, profile.distance
+        if policy == ADAPTIVE:
+            try:
+                plan = load_plan(settings, source, profile)
+            except PolicyError as error:
+                if wanted:
+                    raise
+                note(f"policy of the profile ignored: {error}")
+                policy = None
+        chosen = "" if wanted or policy is None else f"policy {policy}, "
+        note(f"profile of this machine: {chosen}prefetch distance {distance}")
     if policy == ADAPTIVE and plan is None:
         raise PolicyError(f"policy {ADAPTIVE!r} is fitted to a model and machine: run 'finemoe profile' first")
     with progress() as display:

@@ -31,9 +31,11 @@ SHARES = (0.05, 0.10, 0.25, 0.50, 0.75, 1.00)
 DISTANCES = (1, 2, 3, 4, 6)
 STORE_SHARE = 0.7
 DEFAULT_CAPACITY = 1000
+_OF_MEASURING = ("dataset", "limit", "max_new_tokens", "seconds", "seed", "cache", "plot")
 
 
 def profile(
+    command: typer.Context,
     model: ModelOption = None,
     dataset: Annotated[
         str,
@@ -104,8 +106,7 @@ def profile(
     """
     settings = load_settings({"model": model, "cache": cache, "device": device, "dtype": dtype})
     if fit_only:
-        if plot is not None:
-            raise UsageError("--plot draws what is measured, and --fit-only measures nothing; give one of the two")
+        _refuse_options_of_measuring(command)
         from finemoe_cli.fitting import MemoryQuestion, answer_fit
 
         question = MemoryQuestion(
@@ -122,15 +123,21 @@ def profile(
         check_plot_path(plot)
     found = _profile(settings, dataset, limit, seed, max_new_tokens, seconds, context)
     _keep(settings, found)
-    if plot is not None:
-        from finemoe_cli.profile_text import plot_panels
-
-        write_plot(plot, plot_panels(found))
-        note(f"plots: {plot}")
     from finemoe_cli.profile_report import as_object
-    from finemoe_cli.profile_text import write_text
+    from finemoe_cli.profile_text import plot_panels, write_text
 
     write_json(as_object(found)) if as_json else write_text(found)
+    if plot is not None:
+        write_plot(plot, plot_panels(found))
+        note(f"plots: {plot}")
+
+
+def _refuse_options_of_measuring(command: typer.Context) -> None:
+    """With --fit-only they would have no effect."""
+    for parameter in command.command.params:
+        source = command.get_parameter_source(parameter.name or "")
+        if parameter.name in _OF_MEASURING and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[-1]} is of measuring, and --fit-only measures nothing; give one of both")
 
 
 def _profile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from engine.errors import PolicyError
 from finemoe_cli.console import note
 from finemoe_cli.settings import Settings
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def find_profile(settings: Settings, source: ModelSource) -> Profile | None:
-    """What ``finemoe profile`` has kept of the model on this machine; says so where only other machines have one."""
+    """What ``finemoe profile`` has kept of the model on this machine; says so where that is of no use here."""
     from engine.devices import choose_device, choose_dtype
     from engine.machine import identify_machine
     from store.catalog import Catalog
     from store.database import catalog_file
+    from store.errors import ProfileError
     from store.profiles import load_profile, profiled_machines
 
     url = settings.catalog_url.value
@@ -27,7 +29,11 @@ def find_profile(settings: Settings, source: ModelSource) -> Profile | None:
         return None
     machine = identify_machine(choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config))
     with closing(Catalog.open(settings.home_folder, url)) as catalog:
-        profile = load_profile(catalog, source.fingerprint, machine)
+        try:
+            profile = load_profile(catalog, source.fingerprint, machine)
+        except ProfileError as error:
+            note(f"profile ignored: {error}")
+            return None
         if profile is None and (others := profiled_machines(catalog, source.fingerprint)):
             note(
                 f"profile ignored: it is of another machine ({others[0].describe()}); 'finemoe profile' makes one here"
@@ -51,10 +57,15 @@ def load_plan(settings: Settings, source: ModelSource, profile: Profile) -> Adap
     if found is None:
         return None
     kept, data = found
-    chosen = None if kept["adaptive"] is None else AdaptiveSettings(**kept["adaptive"])
-    # Another budget has room for another number of experts, which is not known before the engine is open.
-    capacity = kept["capacity"] if settings.cache.text == profile.cache else None
-    return AdaptivePlan(unpack_predictors(data), chosen, profile.hardware, capacity)
+    try:
+        chosen = None if kept["adaptive"] is None else AdaptiveSettings(**kept["adaptive"])
+        # Another budget has room for another number of experts, which is not known before the engine is open.
+        capacity = kept["capacity"] if settings.cache.text == profile.cache else None
+        return AdaptivePlan(unpack_predictors(data), chosen, profile.hardware, capacity)
+    except (PolicyError, KeyError, TypeError) as error:
+        raise PolicyError(
+            "what 'finemoe profile' has fitted for adaptive is damaged, or of another release: run it again"
+        ) from error
 
 
 def predictor_name(machine: MachineIdentity) -> str:

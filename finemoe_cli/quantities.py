@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 
 from engine.budget import ExpertBudget
-from engine.errors import UsageError
+from engine.errors import BudgetError, UsageError
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us)", re.ASCII)
 
 
 def split_list(text: str, option: str) -> list[str]:
-    """The parts of a comma list, without blanks; raises UsageError where there is none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    """The parts of a comma list, each once, without blanks; raises UsageError where there is none."""
+    parts = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
     if not parts:
         raise UsageError(f"{option} is an empty list")
-    return parts
+    return list(parts)
 
 
 def parse_counts(text: str, option: str) -> list[int]:
@@ -38,15 +38,21 @@ def parse_duration(text: str, option: str) -> float:
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of a text such as ``17.3MB`` or ``6GiB``."""
-    size = ExpertBudget.parse(text).size
+    try:
+        size = ExpertBudget.parse(text).size
+    except BudgetError:
+        size = None
     if size is None:
-        raise UsageError(f"{option} {text!r} is no size: give bytes, or a number with MB, MiB, GB and so on")
+        raise UsageError(f"{option} {text!r} is no size: give bytes above 0, or a number with MB, MiB, GB and so on")
     return size
 
 
 def parse_rate(text: str, option: str) -> float:
     """Bytes a second of a text such as ``55GB/s``."""
     amount, slash, unit = text.strip().partition("/")
-    if not slash or unit.strip() != "s":
-        raise UsageError(f"{option} {text!r} is no rate: give a size a second, such as 55GB/s")
-    return float(parse_size(amount, option))
+    try:
+        if slash and unit.strip() == "s":
+            return float(parse_size(amount, option))
+    except UsageError:
+        pass
+    raise UsageError(f"{option} {text!r} is no rate: give a size a second, such as 55GB/s")

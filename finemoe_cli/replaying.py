@@ -19,6 +19,16 @@ from finemoe_cli.console import note
 
 COLUMNS = ("trace", "cache", "policy", "tpot_ms", "hit", "late", "miss", "bytes_moved", "wasted_bytes", "stall_ms")
 
+_PREFILL_FIELDS = (
+    "ttft_ms",
+    "prefills",
+    "prefill_hit",
+    "prefill_late",
+    "prefill_miss",
+    "prefill_bytes_moved",
+    "prefill_stall_ms",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayGrid:
@@ -66,12 +76,16 @@ class ReplayGrid:
                 note(f"{path.name} has no embeddings: semantic search is left out, so nothing guides the first layers")
             policies = self._possible(path, test.manifest)
             factory = PolicyFactory(store, test, self.distance, self.map_capacity, self.hardware)
+            warm_up = self.warm_up
+            if warm_up >= test.iterations:
+                note(f"{path.name} has {test.iterations} iterations to replay, not more than --warm-up: all count")
+                warm_up = 0
             total = test.manifest.keys * self.hardware.expert_bytes
             for cache in self.caches:
                 capacity = cache.resolve(total, None) // self.hardware.expert_bytes
                 bound = None
                 if not self.prefill:
-                    bound = least_iteration_seconds(test, self.hardware, capacity, self.warm_up) * 1e3
+                    bound = least_iteration_seconds(test, self.hardware, capacity, warm_up) * 1e3
                 for name in policies:
                     try:
                         replay = Replay(
@@ -82,7 +96,11 @@ class ReplayGrid:
                         reason = error
                         continue
                     replayed = True
-                    record = self._record(path, name, cache, capacity, replay.run(self.warm_up), test.manifest.model)
+                    record = {
+                        **self._record(path, name, cache, capacity, replay.run(warm_up), test.manifest.model),
+                        "warm_up": warm_up,
+                        **asdict(self.hardware),
+                    }
                     yield record if bound is None else {**record, "bound_ms": bound}
         if reason is not None and not replayed:
             raise reason
@@ -126,24 +144,24 @@ class ReplayGrid:
             "bytes_moved": round(outcome.bytes_moved),
             "wasted_bytes": outcome.wasted_bytes,
             "stall_ms": outcome.stall_seconds / outcome.iterations * 1e3,
-            **_prefill_fields(outcome.prefill),
+            **(_prefill_fields(outcome.prefill) if self.prefill else {}),
             "store_share": self.store_share,
             "map_capacity": self.map_capacity,
             "distance": self.distance,
-            "warm_up": self.warm_up,
-            **asdict(self.hardware),
         }
 
 
 def _prefill_fields(prefill: ReplayOutcome | None) -> dict[str, Any]:
-    if prefill is None:
-        return {}
-    return {
-        "ttft_ms": prefill.tpot_seconds * 1e3,
-        "prefills": prefill.iterations,
-        "prefill_hit": prefill.hit,
-        "prefill_late": prefill.late,
-        "prefill_miss": prefill.miss,
-        "prefill_bytes_moved": prefill.bytes_moved,
-        "prefill_stall_ms": prefill.stall_seconds / prefill.iterations * 1e3,
-    }
+    """Of a trace none of whose prefills was counted, each is None."""
+    values: tuple[float | None, ...] = (None,) * len(_PREFILL_FIELDS)
+    if prefill is not None:
+        values = (
+            prefill.tpot_seconds * 1e3,
+            prefill.iterations,
+            prefill.hit,
+            prefill.late,
+            prefill.miss,
+            prefill.bytes_moved,
+            prefill.stall_seconds / prefill.iterations * 1e3,
+        )
+    return dict(zip(_PREFILL_FIELDS, values, strict=True))

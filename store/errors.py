@@ -29,6 +29,10 @@ class StoreFullError(StoreError):
     """The disk is full; what was committed before stays."""
 
 
+class ProfileError(StoreError):
+    """A profile in the catalog is damaged, or of a release that kept other things."""
+
+
 class InvalidMapError(StoreError):
     """An expert map or embedding that no cosine can be taken of: zero, not finite, or of the wrong shape."""
 

@@ -12,6 +12,7 @@ from engine.hardware import Hardware
 from engine.profiles import MachineIdentity, Profile
 from store import entities
 from store.catalog import Catalog, add_machine, add_model
+from store.errors import ProfileError
 
 
 def save_profile(catalog: Catalog, fingerprint: ModelFingerprint, model_name: str, profile: Profile) -> None:
@@ -36,7 +37,11 @@ def save_profile(catalog: Catalog, fingerprint: ModelFingerprint, model_name: st
 
 
 def load_profile(catalog: Catalog, fingerprint: ModelFingerprint, machine: MachineIdentity) -> Profile | None:
-    """The profile of a model on a machine; None where there is none."""
+    """The profile of a model on a machine; None where there is none.
+
+    Raises:
+        ProfileError: what is kept cannot be understood.
+    """
 
     def work(session: Session) -> Profile | None:
         chosen = select(entities.Profile).filter_by(model_digest=fingerprint.digest, machine_digest=machine.digest)
@@ -53,7 +58,10 @@ def load_profile(catalog: Catalog, fingerprint: ModelFingerprint, machine: Machi
             report=found.measures,
         )
 
-    return catalog.transact(work)
+    try:
+        return catalog.transact(work)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError("it is damaged, or of another release; 'finemoe profile' makes a new one") from error
 
 
 def profiled_machines(catalog: Catalog, fingerprint: ModelFingerprint) -> tuple[MachineIdentity, ...]:

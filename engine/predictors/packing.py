@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def unpack_predictors(data: bytes) -> FittedPredictors:
             if about["version"] != VERSION:
                 raise PolicyError(f"fitted predictors of version {about['version']}, not {VERSION}: fit them again")
             return _restore(about, {name: arrays[name] for name in arrays.files})
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise PolicyError("fitted predictors cannot be read: fit them again") from error
 
 

@@ -53,5 +53,5 @@ def test_a_bad_target_is_refused_beforehand(tmp_path: Path, name: str, reason: s
 
 def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.svg").mkdir()
-    with pytest.raises(PlotError, match=r"p\.svg: cannot be written"):
+    with pytest.raises(PlotError, match=r"p\.svg: is a folder"):
         write_plot(tmp_path / "p.svg", [PANEL])

@@ -174,6 +174,28 @@ def test_a_failed_recording_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
+    """Whichever byte of the rows is another: nothing is read that was not recorded."""
+    path = tmp_path / "t.parquet"
+    write_sample(path)
+    whole, recorded = path.read_bytes(), read_trace(path)
+    refused = 0
+    for place in range(4, len(whole) - pq.read_metadata(path).serialized_size - 8, 23):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            found = read_trace(path)
+        except TraceError:
+            refused += 1
+            continue
+        for one, other in zip(found.requests, recorded.requests, strict=True):
+            for name in ("phases", "tokens", "experts", "counts", "offsets", "probabilities", "embeddings"):
+                assert np.array_equal(getattr(one, name), getattr(other, name)), (place, name)
+    assert refused
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match="not a readable Parquet"):
+        read_trace(path)
+
+
 def test_a_failed_recording_leaves_what_was_there(tmp_path: Path) -> None:
     """While a trace is written, and after it has failed, its name holds the earlier one, whole."""
     write_sample(tmp_path / "t.parquet")
@@ -201,6 +223,10 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata(metadata), tmp_path / "later.parquet")
     with pytest.raises(TraceError, match="schema 99"):
         read_trace(tmp_path / "later.parquet")
+    for damaged in ("{", "[1]", '{"schema_version": 1}'):
+        pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"finemoe.trace": damaged}), tmp_path / "damaged")
+        with pytest.raises(TraceError, match="manifest is damaged"):
+            read_trace(tmp_path / "damaged")
     with TraceWriter(tmp_path / "empty.parquet", sample_manifest()):
         pass
     with pytest.raises(TraceError, match="no iterations"):
@@ -244,7 +270,18 @@ def test_archives_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("no array request", request=None)
     refused("do not fit together", request=np.array([0]))
     refused("must have the shape", topk_probs=np.ones((3, 2, 1)))
-    refused("J is 5", experts=np.full((3, 2, 2), 7))
+    refused("J is 5", experts=np.tile(np.array([6, 7]), (3, 2, 1)))
+    refused("an expert twice", experts=np.full((3, 2, 2), 1))
+    refused("experts must hold whole numbers", experts=np.random.default_rng(0).random((3, 2, 2)))
+    refused("request must hold whole numbers", request=np.array(["a", "b", "c"]))
+    refused("do not fit together", experts=np.zeros((3, 0, 2), dtype=np.int16))
+    for weight in (0.0, np.nan, -1.0):
+        refused("not all 0", topk_probs=np.full((3, 2, 2), weight))
+    for meta in ("[1]", '{"num_experts": "x"}', '{"request_info": 5}'):
+        refused("meta must be an object", meta=meta)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(TraceError, match="not a readable"):
+        import_routing(tmp_path / "one.npy", tmp_path / "b.parquet")
     with pytest.raises(TraceError, match="no such file"):
         import_routing(tmp_path / "absent.npz", tmp_path / "b.parquet")
     (tmp_path / "text.npz").write_text("hello")

@@ -69,6 +69,15 @@ def test_a_budget_too_small_for_one_policy_leaves_it_out(trace: Path) -> None:
     assert "lru-layer" not in outcome.stdout
 
 
+def test_traces_without_prefills_have_the_columns_of_the_others(trace: Path) -> None:
+    outcome = run_here(trace.parent, "bench", "replay", str(trace), "--policies", "lru,lru", "--prefill", "-o", "csv")
+    (*_, row) = rows = list(csv.DictReader(io.StringIO(outcome.stdout)))
+    assert len(rows) == len({row["cache"] for row in rows})
+    assert (row["ttft_ms"], row["prefills"]) == ("", "")
+    assert row["warm_up"] == "0"
+    assert "has 90 iterations to replay, not more than --warm-up: all count" in outcome.stderr
+
+
 def test_missing_embeddings_are_said(trace: Path) -> None:
     outcome = run_here(trace.parent, "bench", "replay", str(trace), "--policies", "finemoe", "--cache", "50%")
     assert "has no embeddings" in outcome.stderr

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from transformers import MixtralConfig
 
-from engine.errors import FinemoeError, UsageError
+from engine.errors import FinemoeError, PolicyError, UsageError
 from engine.plots import PlotError
 from engine.steps import GenerationSettings
 from finemoe_cli.opening import open_engine, open_source, open_store
@@ -127,6 +129,35 @@ def test_an_engine_opens_with_the_policy_and_distance_of_the_profile(
     assert f"profile of this machine: policy {policy}, prefetch distance 5" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damaged", ["profile", "predictor"])
+def test_what_another_release_has_kept_is_ignored_and_said(
+    profiled: tuple[Path, Outcome], tmp_path: Path, damaged: str
+) -> None:
+    shutil.copytree(profiled[0] / "home", tmp_path / "home")
+    with closing(sqlite3.connect(tmp_path / "home" / "catalog.db")) as catalog, catalog:
+        catalog.execute("UPDATE profiles SET settings = json_set(settings, '$.policy', 'adaptive')")
+        if damaged == "profile":
+            catalog.execute("UPDATE profiles SET settings = json_remove(settings, '$.hardware.latency')")
+        else:
+            catalog.execute("UPDATE predictors SET settings = json_set(settings, '$.adaptive', json('{\"new\": 1}'))")
+    chat = ("chat", "-p", "One.", "--max-tokens", "2")
+    said = run_here(tmp_path, *chat).stderr
+    assert "ignored: " in said
+    assert "of another release" in said
+    assert "policy adaptive," not in said
+    with pytest.raises(PolicyError, match="finemoe profile"):
+        run_here(tmp_path, *chat, "--policy", "adaptive")
+
+
+@pytest.mark.parametrize("policy", ["finemoe", "lfu"])
+def test_routing_is_recorded_behind_lru_whatever_the_settings_say(tmp_path: Path, policy: str) -> None:
+    record = ("bench", "record", str(tmp_path / "t.parquet"), "--dataset", "demo", "--limit", "1")
+    said = run_here(tmp_path, *record, "--max-new-tokens", "2", FINEMOE_POLICY=policy).stderr
+    assert "1 requests, 2 iterations" in said
+    with pytest.raises(PolicyError, match="no policy 'lfru'"):
+        run_here(tmp_path, "chat", "-p", "One.", "--max-tokens", "2", FINEMOE_POLICY="lfru")
+
+
 def test_the_profile_of_another_machine_is_ignored(profiled: tuple[Path, Outcome]) -> None:
     chat = run_here(profiled[0], "chat", "-p", "One.", "--max-tokens", "2", "--dtype", "float32")
     (line,) = [line for line in chat.stderr.splitlines() if "profile" in line]
@@ -163,9 +194,11 @@ def test_too_few_prompts_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     ("arguments", "error", "reason"),
     [
         (("--plot", "p.png"), PlotError, "ends in .svg"),
-        (("--fit-only", "--plot", "p.svg"), UsageError, "--fit-only measures nothing"),
+        (("--plot", "/"), PlotError, "ends in .svg"),
+        (("--fit-only", "--plot", "p.svg"), UsageError, "--plot is of measuring, and --fit-only measures nothing"),
+        (("--fit-only", "--seconds", "5"), UsageError, "--seconds is of measuring"),
         (("--device-memory", "24GiB"), UsageError, "they need --fit-only"),
-        (("--fit-only", "--device-memory", "many"), UsageError, "cannot read"),
+        (("--fit-only", "--device-memory", "many"), UsageError, "--device-memory 'many' is no size"),
         (("--fit-only", "--host-memory", "25%"), UsageError, "--host-memory '25%' is no size"),
         (("--cache", "much"), UsageError, "cannot read the expert budget"),
         (("--dataset", "nosuchset"), FinemoeError, "no data set is called 'nosuchset'"),
