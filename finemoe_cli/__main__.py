@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -64,6 +65,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get("FINEMOE_DEBUG") == "1":
             raise
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # Help pages go to stdout by themselves; whatever else was being written names its file.
+            report_error(f"{error.filename or 'stdout'}: {error.strerror}; the result is incomplete")
+            return 1
         report_error(f"unexpected {type(error).__name__}: {error} (FINEMOE_DEBUG=1 shows where)")
         return 1
 

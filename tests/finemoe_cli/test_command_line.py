@@ -157,7 +157,8 @@ def test_ctrl_c_while_stdin_is_read(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_behind_stdout_is_one_line(environment: dict[str, str]) -> None:
-    command = f"{sys.executable} -m finemoe_cli --version >/dev/full"
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_a_full_disk_behind_stdout_is_one_line(environment: dict[str, str], argument: str) -> None:
+    command = f"{sys.executable} -m finemoe_cli {argument} >/dev/full"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (1, "error: stdout: No space left on device; the result is incomplete\n")
