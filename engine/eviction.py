@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+_LAST = 1e15
+
 
 class EvictionRule(Protocol):
     """Values resident experts; the lowest value is evicted first.
@@ -63,6 +65,34 @@ class LeastRecentlyUsed:
 
     def values(self, keys: np.ndarray) -> np.ndarray:
         return self._last_use[keys].astype(np.float64)
+
+    def speculative_value(self, key: int, probability: float) -> float:
+        return float("inf")
+
+
+class FirstInFirstOut:
+    """Evict the expert that came first, used since or not; speculation has no value it could compare."""
+
+    def __init__(self, num_keys: int) -> None:
+        # Whoever comes next comes last.
+        self._arrival = np.full(num_keys, _LAST)
+        self._clock = 0
+
+    def record_use(self, keys: Sequence[int]) -> None:
+        """Arrival alone decides."""
+
+    def record_guidance(self, probabilities: np.ndarray) -> None:
+        """Arrival alone decides."""
+
+    def record_load(self, key: int) -> None:
+        self._clock += 1
+        self._arrival[key] = self._clock
+
+    def record_eviction(self, key: int) -> None:
+        self._arrival[key] = _LAST
+
+    def values(self, keys: np.ndarray) -> np.ndarray:
+        return self._arrival[keys]
 
     def speculative_value(self, key: int, probability: float) -> float:
         return float("inf")

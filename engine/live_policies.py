@@ -10,7 +10,7 @@ from engine.adaptive import Adaptive, AdaptivePlan
 from engine.adaptive_choice import AdaptiveFit
 from engine.bounds import NextUse, Perfect
 from engine.errors import PolicyError
-from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
+from engine.eviction import EvictionRule, FirstInFirstOut, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
 from engine.guided import CountGuided, MapGuided
 from engine.map_search import ActivationCounts
 from engine.policies import OnDemand, Policy
@@ -69,7 +69,9 @@ def check_needs(name: str, inputs: PolicyInputs) -> None:
     if name in KNOWING and inputs.future is None:
         raise PolicyError(f"policy {name!r} knows the future, which has to be recorded first: see 'finemoe bench'")
     if name in TAUGHT and inputs.history is None and (name != "adaptive" or inputs.adaptive is None):
-        raise PolicyError(f"policy {name!r} is taught by the routing of earlier requests, but none is given")
+        raise PolicyError(
+            f"policy {name!r} is taught by the routing of earlier requests, but none is given: 'finemoe bench' does"
+        )
 
 
 def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], RouterGates]) -> Policy:
@@ -88,6 +90,7 @@ def build_policy(name: str, inputs: PolicyInputs, find_gates: Callable[[], Route
         "lru": lambda: OnDemand(LeastRecentlyUsed(keys)),
         "lru-layer": lambda: OnDemand(LeastRecentlyUsed(keys), per_layer=True),
         "lfu": lambda: OnDemand(LeastFrequentlyUsed(keys)),
+        "on-demand": lambda: OnDemand(FirstInFirstOut(keys)),
         "moe-infinity": lambda: _counted(inputs, LeastFrequentlyUsed(keys), inputs.layers),
         "hit-count": lambda: _counted(inputs, LeastRecentlyUsed(keys), inputs.distance),
         "map-t": lambda: _mapped(inputs, LeastRecentlyUsed(keys), semantic=False, by_score=False),

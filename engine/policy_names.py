@@ -10,7 +10,7 @@ from engine.adaptive import PreparedAdaptive
 from engine.adaptive_choice import AdaptiveFit
 from engine.bounds import NextUse, PreparedPerfect
 from engine.errors import PolicyError
-from engine.eviction import EvictionRule, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
+from engine.eviction import EvictionRule, FirstInFirstOut, LeastFrequentlyUsed, LeastRecentlyUsed, ProbabilityFrequency
 from engine.hardware import Hardware
 from engine.map_search import ActivationCounts, MapArchive
 from engine.policies import Guided, PreparedOnDemand, PreparedPolicy
@@ -30,6 +30,9 @@ POLICIES = (
     PolicyName("lru", "on demand, one LRU cache for all layers"),
     PolicyName("lru-layer", "on demand, an equal share of LRU cache for each layer"),
     PolicyName("lfu", "on demand, evicting the expert used least often so far"),
+    PolicyName(
+        "on-demand", "on demand, evicting the expert that came first (DeepSpeed-Inference with an expert cache)"
+    ),
     PolicyName("mixtral-offloading", "the next layer's gate on the present gate's input, the K likeliest, LRU"),
     PolicyName("promoe", "the gate at distance d on the present gate's input, the K likeliest, LRU"),
     PolicyName("moe-infinity", "request-level counts, nearest stored request guides whole iterations, LFU"),
@@ -106,6 +109,7 @@ class PolicyFactory:
             "lru": lambda: PreparedOnDemand(LeastRecentlyUsed(keys)),
             "lru-layer": lambda: PreparedOnDemand(LeastRecentlyUsed(keys), per_layer=True),
             "lfu": lambda: PreparedOnDemand(LeastFrequentlyUsed(keys)),
+            "on-demand": lambda: PreparedOnDemand(FirstInFirstOut(keys)),
             "moe-infinity": lambda: self._counted(LeastFrequentlyUsed(keys), self._test.manifest.layers),
             "hit-count": lambda: self._counted(LeastRecentlyUsed(keys), self._distance),
             "map-t": lambda: self._mapped(LeastRecentlyUsed(keys), semantic=False, by_score=False),

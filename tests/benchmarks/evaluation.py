@@ -34,7 +34,7 @@ from tests.benchmarks.comparison import compare
 
 CACHES = (0.05, 0.10, 0.25, 0.50, 0.75)
 SETTINGS = (("h200", "wait"), ("rtx3090", "in-place"), ("rtx3090", "wait"), ("h200", "in-place"))
-STORE_FREE = frozenset({"lru", "lru-layer", "lfu", "mixtral-offloading", "promoe", "oracle", "perfect"})
+STORE_FREE = frozenset({"lru", "lru-layer", "lfu", "on-demand", "mixtral-offloading", "promoe", "oracle", "perfect"})
 DISTANCE = 3
 
 Cell = tuple[str, str, str, str, float, str]

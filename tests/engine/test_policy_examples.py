@@ -90,6 +90,13 @@ def test_policy_of_the_least_frequent_use() -> None:
     assert hits("lfu", [0, 0, 0, 1, 2, 0, 1], room=2) == [False, True, True, False, False, True, False]
 
 
+def test_policy_of_on_demand_loading() -> None:
+    """on-demand: the expert that came first makes room, used since or not."""
+    # 0 came first and goes for 2, though it has just been used; recency would have kept it.
+    assert hits("on-demand", [0, 1, 0, 2, 0, 1], room=2) == [False, False, True, False, False, False]
+    assert hits("lru", [0, 1, 0, 2, 0, 1], room=2) == [False, False, True, False, True, False]
+
+
 @pytest.mark.parametrize(("name", "start"), [("moe-infinity", [(0, 2), (1, 3)]), ("hit-count", [(0, 2)])])
 def test_policy_of_moe_infinity(name: str, start: list[tuple[int, int]]) -> None:
     """The request's activation counts so far find the stored request most like it, whose counts are prefetched.
