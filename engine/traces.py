@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import TraceError
+from engine.fingerprint import ModelFingerprint
 from engine.records import Phase
 from engine.router_gates import RouterGates
 
@@ -46,6 +47,23 @@ class TraceManifest:
     schema_version: int = SCHEMA_VERSION
     gate_inputs: bool = False
     gates: RouterGates | None = None
+
+    @classmethod
+    def of_recording(
+        cls, model: str, fingerprint: ModelFingerprint, origin: str, gate_inputs: bool = False
+    ) -> TraceManifest:
+        """What an engine records of a model: full distributions, embeddings, and what gates read if asked for."""
+        return cls(
+            model=model,
+            layers=fingerprint.layers,
+            experts=fingerprint.experts,
+            top_k=fingerprint.top_k,
+            distributions="full",
+            hidden_size=fingerprint.hidden_size,
+            fingerprint=fingerprint.to_dict(),
+            origin=origin,
+            gate_inputs=gate_inputs,
+        )
 
     @property
     def keys(self) -> int:

@@ -126,15 +126,4 @@ class BenchEngines:
         return True
 
     def _manifest(self, origin: str, gate_inputs: bool) -> TraceManifest:
-        shape = self._source.fingerprint
-        return TraceManifest(
-            model=self._source.name,
-            layers=shape.layers,
-            experts=shape.experts,
-            top_k=shape.top_k,
-            distributions="full",
-            hidden_size=shape.hidden_size,
-            fingerprint=shape.to_dict(),
-            origin=origin,
-            gate_inputs=gate_inputs,
-        )
+        return TraceManifest.of_recording(self._source.name, self._source.fingerprint, origin, gate_inputs)

@@ -10,7 +10,7 @@ import typer
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from finemoe_cli.console import note, write_json, write_table
-from finemoe_cli.opening import JsonOption, ModelOption, open_prompt_set, open_source
+from finemoe_cli.opening import DeviceOption, DtypeOption, JsonOption, ModelOption, open_prompt_set, open_source
 from finemoe_cli.quantities import parse_counts, split_list
 from finemoe_cli.settings import NO_STORE, Settings, load_settings
 from finemoe_cli.tables import OutputFormat, write_records
@@ -81,14 +81,8 @@ def bench(
             show_default="profiled, or the store's",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
-    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", metavar="S", min=0, help="Shuffle the prompts first.", show_default="in order"),

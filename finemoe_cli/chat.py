@@ -14,7 +14,17 @@ from finemoe_cli.chat_session import ChatSession
 from finemoe_cli.console import note
 from finemoe_cli.dialogue import Dialogue, check_prompt, check_text
 from finemoe_cli.interrupts import Interruptible
-from finemoe_cli.opening import JsonOption, ModelOption, describe_budget, open_engine, open_source, open_store
+from finemoe_cli.opening import (
+    CacheOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    describe_budget,
+    open_engine,
+    open_source,
+    open_store,
+)
 from finemoe_cli.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -28,10 +38,7 @@ def chat(
         str | None,
         typer.Option("-p", "--prompt", metavar="PROMPT", help="Answer this and exit."),
     ] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option("--cache", metavar="SIZE", help="Expert budget: 12GiB, 25%, auto.", show_default="auto"),
-    ] = None,
+    cache: CacheOption = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest reply, in tokens.")
     ] = 512,
@@ -46,14 +53,8 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System text before the first turn.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
-    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     policy: Annotated[
         str | None,
         typer.Option(

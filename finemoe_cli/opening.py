@@ -33,6 +33,18 @@ StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="S", help="Name, folder or URI of the store.", show_default="the model's own"),
 ]
+CacheOption = Annotated[
+    str | None,
+    typer.Option("--cache", metavar="SIZE", help="Expert budget: 12GiB, 25%, auto.", show_default="auto"),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
+]
 DatasetOption = Annotated[
     str,
     typer.Option(

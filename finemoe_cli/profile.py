@@ -15,7 +15,16 @@ from engine.budget import ExpertBudget
 from engine.errors import UsageError
 from engine.plots import check_plot_path, write_plot
 from finemoe_cli.console import note, write_json
-from finemoe_cli.opening import JsonOption, LimitOption, ModelOption, open_prompt_set, open_source
+from finemoe_cli.opening import (
+    CacheOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    ModelOption,
+    open_prompt_set,
+    open_source,
+)
 from finemoe_cli.profiles import predictor_name
 from finemoe_cli.quantities import parse_size
 from finemoe_cli.settings import Settings, load_settings
@@ -55,18 +64,9 @@ def profile(
     seed: Annotated[
         int, typer.Option("--seed", metavar="S", min=0, help="Order in which conversations are drawn.")
     ] = 0,
-    cache: Annotated[
-        str | None,
-        typer.Option("--cache", metavar="SIZE", help="Expert budget: 12GiB, 25%, auto.", show_default="auto"),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
-    ] = None,
+    cache: CacheOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     context: Annotated[
         int, typer.Option("--context", metavar="N", min=1, help="Tokens whose key/value cache has to fit.")
     ] = 4096,

@@ -172,18 +172,8 @@ def _open(
 def _manifest(source: ModelSource, prompts: PromptSet, gate_inputs: bool) -> TraceManifest:
     from engine.traces import TraceManifest
 
-    fingerprint = source.fingerprint
-    return TraceManifest(
-        model=source.name,
-        layers=fingerprint.layers,
-        experts=fingerprint.experts,
-        top_k=fingerprint.top_k,
-        distributions="full",
-        hidden_size=fingerprint.hidden_size,
-        fingerprint=fingerprint.to_dict(),
-        origin=f"profiled with {prompts.name} {prompts.identity}",
-        gate_inputs=gate_inputs,
-    )
+    origin = f"profiled with {prompts.name} {prompts.identity}"
+    return TraceManifest.of_recording(source.name, source.fingerprint, origin, gate_inputs)
 
 
 def _hardware(

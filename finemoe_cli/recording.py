@@ -117,18 +117,12 @@ class Recording:
     def _manifest(self) -> TraceManifest:
         from engine.traces import TraceManifest
 
-        fingerprint = self._source.fingerprint
         answers = "answered by its own replies" if self._limits.teacher_force else "answered greedily"
-        return TraceManifest(
-            model=self._source.name,
-            layers=fingerprint.layers,
-            experts=fingerprint.experts,
-            top_k=fingerprint.top_k,
-            distributions="full",
-            hidden_size=fingerprint.hidden_size,
-            fingerprint=fingerprint.to_dict(),
-            origin=f"recorded from {self._prompts.name} {self._prompts.identity}, {answers}",
-            gate_inputs=self._limits.gate_inputs,
+        return TraceManifest.of_recording(
+            self._source.name,
+            self._source.fingerprint,
+            f"recorded from {self._prompts.name} {self._prompts.identity}, {answers}",
+            self._limits.gate_inputs,
         )
 
 

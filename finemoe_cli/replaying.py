@@ -141,7 +141,7 @@ class ReplayGrid:
             "hit": outcome.hit,
             "late": outcome.late,
             "miss": outcome.miss,
-            "bytes_moved": round(outcome.bytes_moved),
+            "bytes_moved": outcome.bytes_moved,
             "wasted_bytes": outcome.wasted_bytes,
             "stall_ms": outcome.stall_seconds / outcome.iterations * 1e3,
             **(_prefill_fields(outcome.prefill) if self.prefill else {}),

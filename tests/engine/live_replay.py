@@ -131,18 +131,7 @@ def _answer(engine: Engine, prompts: Sequence[str], tokens: int) -> None:
 
 
 def _manifest(source: ModelSource) -> TraceManifest:
-    shape = source.fingerprint
-    return TraceManifest(
-        model=source.name,
-        layers=shape.layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        distributions="full",
-        hidden_size=shape.hidden_size,
-        fingerprint=shape.to_dict(),
-        origin="a test",
-        gate_inputs=True,
-    )
+    return TraceManifest.of_recording(source.name, source.fingerprint, "a test", gate_inputs=True)
 
 
 def _fill_library(history: RoutingTrace) -> ResidentIndex:
