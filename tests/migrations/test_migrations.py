@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect
 
-from migrations import SCRIPT_LOCATION
 from store.database import catalog_file, open_database
 from store.entities import Base
 from store.errors import CatalogVersionError, StoreError
@@ -80,10 +78,3 @@ def test_the_environment_is_found_in_any_folder(tmp_path):
     home = tmp_path / "a folder, 100% odd"
     open_database(home).dispose()
     assert "runs" in tables(home)
-
-
-def test_migrations_are_installed_with_the_program():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    packages = set(project["tool"]["setuptools"]["packages"])
-    folders = {path.parent for path in SCRIPT_LOCATION.rglob("*.py")}
-    assert {".".join(folder.relative_to(SCRIPT_LOCATION.parent).parts) for folder in folders} <= packages
