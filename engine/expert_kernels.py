@@ -1,0 +1,227 @@
+"""Triton kernels for the experts of one to eight tokens, each expert found through a table of addresses.
+
+Memory-bound by design: an expert's weights are read once, by the programs of the first (token, rank) pair routed to
+it, whatever the number of its tokens. Sums are float32; a single token's state between the projections is, too.
+
+Shapes: T tokens, K experts a token, pair p = token * K + rank, hidden size H, intermediate size I.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The experts' non-linearity in float32: act(gate) * up, or act(gate) of experts without a gate."""
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate * tl.sigmoid(gate * alpha)
+    if ACTIVATION == "silu":
+        act = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":
+        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == "gelu":
+        act = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        act = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    else:
+        act = tl.maximum(gate, 0.0)
+    if GATED:
+        return act * up
+    return act
+
+
+@triton.jit
+def _reads_expert(ids, pair, expert, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr):
+    """Whether this pair is the first one routed to its expert."""
+    others = tl.arange(0, PAIRS_PAD)
+    routed = tl.load(ids + others, mask=others < PAIRS, other=-1)
+    return tl.min(tl.where(routed == expert, others, PAIRS_PAD), axis=0) == pair
+
+
+@triton.jit
+def expand(
+    table,
+    ids,
+    hidden,
+    states,
+    first_key,
+    alpha,
+    limit,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKENS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    BIAS_OFFSET: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+    GATE_SHIFT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """First projection and activation: ids [T * K], hidden [T, H] -> states float32 [T * K, I].
+
+    table int64: addresses of experts, this layer's from ``first_key`` on. Offsets are bytes from an expert's address,
+    BIAS_OFFSET -1 where there is none. Row n of the gate is row n * GATE_STEP of the weight, its row of the other
+    half GATE_SHIFT further.
+    """
+    pair = tl.program_id(0)
+    expert = tl.load(ids + pair)
+    if expert >= EXPERTS:
+        return
+    if TOKENS > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if not _reads_expert(ids, pair, expert, TOKENS * TOP_K, PAIRS_PAD):
+            return
+    address = tl.load(table + first_key + expert)
+    weight = tl.multiple_of((address + WEIGHT_OFFSET).to(hidden.dtype), 16)
+    rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_mask = rows < SIZE_OUT
+    row_starts = (rows * GATE_STEP)[:, None] * STRIDE_OUT
+    inner = tl.arange(0, BLOCK_IN)
+    tokens = tl.arange(0, TOKENS_PAD)
+    if TOKENS == 1:
+        gate_sum = tl.zeros([BLOCK_OUT, BLOCK_IN], dtype=tl.float32)
+        up_sum = tl.zeros([BLOCK_OUT, BLOCK_IN], dtype=tl.float32)
+    else:
+        gate_sum = tl.zeros([BLOCK_OUT, TOKENS_PAD], dtype=tl.float32)
+        up_sum = tl.zeros([BLOCK_OUT, TOKENS_PAD], dtype=tl.float32)
+    for start in range(0, SIZE_IN, BLOCK_IN):
+        columns = start + inner
+        column_mask = columns < SIZE_IN
+        mask = row_mask[:, None] & column_mask[None, :]
+        places = weight + row_starts + columns[None, :] * STRIDE_IN
+        gate = tl.load(places, mask=mask, other=0.0)
+        if TOKENS == 1:
+            x = tl.load(hidden + columns, mask=column_mask, other=0.0).to(tl.float32)
+            gate_sum += gate.to(tl.float32) * x[None, :]
+            if GATED:
+                up = tl.load(places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
+                up_sum += up.to(tl.float32) * x[None, :]
+        else:
+            x_mask = column_mask[:, None] & (tokens < TOKENS)[None, :]
+            x = tl.load(hidden + tokens[None, :] * SIZE_IN + columns[:, None], mask=x_mask, other=0.0)
+            gate_sum = tl.dot(gate, x, gate_sum, input_precision="ieee")
+            if GATED:
+                up = tl.load(places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
+                up_sum = tl.dot(up, x, up_sum, input_precision="ieee")
+    if TOKENS == 1:
+        gate_sum = tl.sum(gate_sum, axis=1)[:, None]
+        up_sum = tl.sum(up_sum, axis=1)[:, None]
+    if BIAS_OFFSET >= 0:
+        bias = (address + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
+        gate_sum += tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_sum += tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    state = _activate(gate_sum, up_sum, alpha, limit, GATED, ACTIVATION)
+    if TOKENS == 1:
+        tl.store(states + pair * SIZE_OUT + rows[:, None], state, mask=row_mask[:, None])
+    else:
+        for rank in tl.static_range(TOP_K):
+            pairs = tokens * TOP_K + rank
+            routed = tl.load(ids + pairs, mask=tokens < TOKENS, other=-1) == expert
+            targets = states + pairs[None, :] * SIZE_OUT + rows[:, None]
+            tl.store(targets, state, mask=row_mask[:, None] & routed[None, :])
+
+
+@triton.jit
+def contract(
+    table,
+    ids,
+    states,
+    weights,
+    outputs,
+    like,
+    first_key,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKENS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    BIAS_OFFSET: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """Second projection times the routing weights [T * K]: states float32 [T * K, I] -> outputs float32 [T * K, H].
+
+    ``like``: any tensor of the experts' type. Pairs of experts past the last are left unwritten.
+    """
+    pair = tl.program_id(0)
+    expert = tl.load(ids + pair)
+    if expert >= EXPERTS:
+        return
+    if TOKENS > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if not _reads_expert(ids, pair, expert, TOKENS * TOP_K, PAIRS_PAD):
+            return
+    address = tl.load(table + first_key + expert)
+    weight = tl.multiple_of((address + WEIGHT_OFFSET).to(like.dtype), 16)
+    rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_mask = rows < SIZE_OUT
+    row_starts = rows[:, None] * STRIDE_OUT
+    inner = tl.arange(0, BLOCK_IN)
+    tokens = tl.arange(0, TOKENS_PAD)
+    if TOKENS == 1:
+        total = tl.zeros([BLOCK_OUT, BLOCK_IN], dtype=tl.float32)
+    else:
+        total = tl.zeros([BLOCK_OUT, TOKENS_PAD], dtype=tl.float32)
+        # An expert a token chose twice has the same state under both ranks.
+        sources = tl.full([TOKENS_PAD], -1, dtype=tl.int32)
+        for rank in tl.static_range(TOP_K):
+            pairs = tokens * TOP_K + rank
+            routed = tl.load(ids + pairs, mask=tokens < TOKENS, other=-1) == expert
+            sources = tl.where(routed, pairs, sources)
+    for start in range(0, SIZE_IN, BLOCK_IN):
+        columns = start + inner
+        column_mask = columns < SIZE_IN
+        mask = row_mask[:, None] & column_mask[None, :]
+        part = tl.load(weight + row_starts + columns[None, :] * STRIDE_IN, mask=mask, other=0.0)
+        if TOKENS == 1:
+            x = tl.load(states + pair * SIZE_IN + columns, mask=column_mask, other=0.0)
+            total += part.to(tl.float32) * x[None, :]
+        else:
+            x_mask = column_mask[:, None] & (sources >= 0)[None, :]
+            x = tl.load(states + sources[None, :] * SIZE_IN + columns[:, None], mask=x_mask, other=0.0)
+            total = tl.dot(part, x.to(part.dtype), total, input_precision="ieee")
+    if TOKENS == 1:
+        total = tl.sum(total, axis=1)[:, None]
+    if BIAS_OFFSET >= 0:
+        bias = (address + BIAS_OFFSET).to(like.dtype) + rows
+        total += tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    if TOKENS == 1:
+        share = tl.load(weights + pair).to(tl.float32)
+        tl.store(outputs + pair * SIZE_OUT + rows[:, None], total * share, mask=row_mask[:, None])
+    else:
+        for rank in tl.static_range(TOP_K):
+            pairs = tokens * TOP_K + rank
+            routed = tl.load(ids + pairs, mask=tokens < TOKENS, other=-1) == expert
+            share = tl.load(weights + pairs, mask=routed, other=0.0).to(tl.float32)
+            targets = outputs + pairs[None, :] * SIZE_OUT + rows[:, None]
+            tl.store(targets, total * share[None, :], mask=row_mask[:, None] & routed[None, :])
+
+
+@triton.jit
+def combine(ids, outputs, result, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum over a token's experts: outputs float32 [T * K, H] -> result [T, H] in its own type."""
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for rank in tl.static_range(TOP_K):
+        pair = token * TOP_K + rank
+        present = tl.load(ids + pair) < EXPERTS
+        total += tl.load(outputs + pair * SIZE + columns, mask=mask & present, other=0.0)
+    tl.store(result + token * SIZE + columns, total.to(result.dtype.element_ty), mask=mask)

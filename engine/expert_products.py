@@ -1,0 +1,112 @@
+"""A layer's experts for a few tokens, by kernels that find them through the address table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.expert_forms import ExpertForm
+from engine.expert_kernels import combine, contract, expand
+
+MAX_TOKENS = 8
+"""Beyond this many tokens the kernels' tiles would no longer be bound by memory."""
+
+_MATRIX_TOKENS = 16
+_COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a projection is cut into programs: outputs and inputs of a tile, and warps that share it."""
+
+    outputs: int
+    inputs: int
+    warps: int
+
+
+class ExpertProducts:
+    """Computes layers of one form. Nothing waits for the host: it can be captured into a graph.
+
+    Args:
+        table: int64 [L * J] on the device.
+        up, down: tiles of the projections.
+    """
+
+    def __init__(self, form: ExpertForm, table: torch.Tensor, up: Tile, down: Tile) -> None:
+        self.form = form
+        self._table = table
+        self._up = up
+        self._down = down
+
+    def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], routed ids and weights [T, K] -> [T, H], for T up to ``MAX_TOKENS``."""
+        form = self.form
+        tokens, top_k = ids.shape
+        ids, weights, hidden = ids.contiguous(), weights.contiguous(), hidden.contiguous()
+        pairs = tokens * top_k
+        states = torch.empty(pairs, form.intermediate, dtype=torch.float32, device=hidden.device)
+        outputs = torch.empty(pairs, form.down.size_out, dtype=torch.float32, device=hidden.device)
+        result = torch.empty_like(hidden)
+        common = {
+            "EXPERTS": form.experts,
+            "TOKENS": tokens,
+            "TOKENS_PAD": 1 if tokens == 1 else _MATRIX_TOKENS,
+            "TOP_K": top_k,
+            "PAIRS_PAD": triton.next_power_of_2(pairs),
+        }
+        first_key = layer * form.experts
+        up, down = self._up, self._down
+        expand[(pairs, triton.cdiv(form.intermediate, up.outputs))](
+            self._table,
+            ids,
+            hidden,
+            states,
+            first_key,
+            form.activation.alpha,
+            form.activation.limit,
+            **common,
+            SIZE_IN=form.up.size_in,
+            SIZE_OUT=form.intermediate,
+            WEIGHT_OFFSET=form.up.offset,
+            BIAS_OFFSET=form.up.bias_offset,
+            STRIDE_OUT=form.up.stride_out,
+            STRIDE_IN=form.up.stride_in,
+            GATED=form.gated,
+            GATE_STEP=form.gate_step,
+            GATE_SHIFT=form.gate_shift,
+            ACTIVATION=form.activation.name,
+            BLOCK_OUT=up.outputs,
+            BLOCK_IN=up.inputs,
+            num_warps=up.warps,
+        )
+        contract[(pairs, triton.cdiv(form.down.size_out, down.outputs))](
+            self._table,
+            ids,
+            states,
+            weights,
+            outputs,
+            hidden,
+            first_key,
+            **common,
+            SIZE_IN=form.down.size_in,
+            SIZE_OUT=form.down.size_out,
+            WEIGHT_OFFSET=form.down.offset,
+            BIAS_OFFSET=form.down.bias_offset,
+            STRIDE_OUT=form.down.stride_out,
+            STRIDE_IN=form.down.stride_in,
+            BLOCK_OUT=down.outputs,
+            BLOCK_IN=down.inputs,
+            num_warps=down.warps,
+        )
+        combine[(tokens, triton.cdiv(form.down.size_out, _COMBINE_BLOCK))](
+            ids,
+            outputs,
+            result,
+            EXPERTS=form.experts,
+            TOP_K=top_k,
+            SIZE=form.down.size_out,
+            BLOCK=_COMBINE_BLOCK,
+        )
+        return result
