@@ -19,6 +19,7 @@ class AddressTable:
     Attributes:
         entries: int64 [L * J] on the device.
         home: int64 [L * J] on the host, the addresses of the experts' host buffers.
+        home_on_device: the same on the device.
     """
 
     def __init__(self, host: HostExperts, slots: DeviceSlots, device: torch.device) -> None:
@@ -28,6 +29,7 @@ class AddressTable:
         if device.type == "cuda":
             self.home, self._slots = self.home.pin_memory(), self._slots.pin_memory()
         self.entries = self.home.to(device, copy=True)
+        self.home_on_device = self.home.to(device, copy=True)
 
     def write(self, residents: Mapping[int, int]) -> None:
         """Set all entries, on the current stream; key -> slot of those that are not at home."""

@@ -13,12 +13,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _activate(gate, up, alpha, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The experts' non-linearity in float32: act(gate) * up, or act(gate) of experts without a gate."""
+def _round(values, DTYPE: tl.constexpr):
+    """float32 values with the precision of a narrower type."""
+    return values.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """The experts' non-linearity, rounded where eager rounds: act(gate) * up, or act(gate) without a gate."""
     if ACTIVATION == "clamped":
         gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return (up + 1.0) * gate * tl.sigmoid(gate * alpha)
+        up = _round(tl.minimum(tl.maximum(up, -limit), limit) + 1.0, DTYPE)
+        scaled = _round(tl.sigmoid(_round(gate * alpha, DTYPE)), DTYPE)
+        return _round(up * _round(gate * scaled, DTYPE), DTYPE)
     if ACTIVATION == "silu":
         act = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -29,8 +36,9 @@ def _activate(gate, up, alpha, limit, GATED: tl.constexpr, ACTIVATION: tl.conste
         act = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     else:
         act = tl.maximum(gate, 0.0)
+    act = _round(act, DTYPE)
     if GATED:
-        return act * up
+        return _round(act * up, DTYPE)
     return act
 
 
@@ -117,12 +125,16 @@ def expand(
     if TOKENS == 1:
         gate_sum = tl.sum(gate_sum, axis=1)[:, None]
         up_sum = tl.sum(up_sum, axis=1)[:, None]
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    gate_sum = _round(gate_sum, dtype)
+    up_sum = _round(up_sum, dtype)
     if BIAS_OFFSET >= 0:
         bias = (address + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
-        gate_sum += tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        gate_sum = _round(gate_sum + tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None], dtype)
         if GATED:
-            up_sum += tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-    state = _activate(gate_sum, up_sum, alpha, limit, GATED, ACTIVATION)
+            other = tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0).to(tl.float32)
+            up_sum = _round(up_sum + other[:, None], dtype)
+    state = _activate(gate_sum, up_sum, alpha, limit, GATED, ACTIVATION, dtype)
     if TOKENS == 1:
         tl.store(states + pair * SIZE_OUT + rows[:, None], state, mask=row_mask[:, None])
     else:
@@ -198,30 +210,51 @@ def contract(
             total = tl.dot(part, x.to(part.dtype), total, input_precision="ieee")
     if TOKENS == 1:
         total = tl.sum(total, axis=1)[:, None]
+    dtype: tl.constexpr = like.dtype.element_ty
+    total = _round(total, dtype)
     if BIAS_OFFSET >= 0:
         bias = (address + BIAS_OFFSET).to(like.dtype) + rows
-        total += tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        total = _round(total + tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None], dtype)
+    # A product with float32 weights stays float32.
+    product: tl.constexpr = weights.dtype.element_ty
     if TOKENS == 1:
-        share = tl.load(weights + pair).to(tl.float32)
-        tl.store(outputs + pair * SIZE_OUT + rows[:, None], total * share, mask=row_mask[:, None])
+        weighted = _round(total * tl.load(weights + pair).to(tl.float32), product)
+        tl.store(outputs + pair * SIZE_OUT + rows[:, None], weighted, mask=row_mask[:, None])
     else:
         for rank in tl.static_range(TOP_K):
             pairs = tokens * TOP_K + rank
             routed = tl.load(ids + pairs, mask=tokens < TOKENS, other=-1) == expert
             share = tl.load(weights + pairs, mask=routed, other=0.0).to(tl.float32)
             targets = outputs + pairs[None, :] * SIZE_OUT + rows[:, None]
-            tl.store(targets, total * share[None, :], mask=row_mask[:, None] & routed[None, :])
+            weighted = _round(total * share[None, :], product)
+            tl.store(targets, weighted, mask=row_mask[:, None] & routed[None, :])
 
 
 @triton.jit
-def combine(ids, outputs, result, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum over a token's experts: outputs float32 [T * K, H] -> result [T, H] in its own type."""
+def combine(
+    ids,
+    outputs,
+    result,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add a token's experts by rising id, in DTYPE: outputs float32 [T * K, H] -> result [T, H] in its own type."""
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
+    ranks = tl.arange(0, TOP_K_PAD)
+    routed = tl.load(ids + token * TOP_K + ranks, mask=ranks < TOP_K, other=EXPERTS)
+    end = EXPERTS * TOP_K_PAD
+    order = tl.minimum(routed, EXPERTS) * TOP_K_PAD + ranks
+    last = tl.min(order, axis=0) - 1
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for rank in tl.static_range(TOP_K):
-        pair = token * TOP_K + rank
-        present = tl.load(ids + pair) < EXPERTS
-        total += tl.load(outputs + pair * SIZE + columns, mask=mask & present, other=0.0)
+    for _ in tl.static_range(TOP_K):
+        last = tl.min(tl.where(order > last, order, end), axis=0)
+        pair = token * TOP_K + last % TOP_K_PAD
+        part = tl.load(outputs + pair * SIZE + columns, mask=mask & (last < end), other=0.0)
+        total = _round(total + _round(part, DTYPE), DTYPE)
     tl.store(result + token * SIZE + columns, total.to(result.dtype.element_ty), mask=mask)

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
-from engine.expert_forms import ExpertForm
+from engine.expert_arithmetic import Accumulation
+from engine.expert_forms import ExpertForm, Projection
 from engine.expert_kernels import combine, contract, expand
 
 MAX_TOKENS = 8
 """Beyond this many tokens the kernels' tiles would no longer be bound by memory."""
 
 _MATRIX_TOKENS = 16
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _COMBINE_BLOCK = 1024
 
 
@@ -26,17 +29,29 @@ class Tile:
     warps: int
 
 
+def choose_tiles(form: ExpertForm) -> tuple[Tile, Tile]:
+    """Tiles of both projections that keep enough bytes in flight to be bound by memory."""
+    return _choose_tile(form.up, form.intermediate), _choose_tile(form.down, form.down.size_out)
+
+
+def _choose_tile(projection: Projection, outputs: int) -> Tile:
+    inputs = min(256, triton.next_power_of_2(projection.size_in))
+    return Tile(outputs=min(16, triton.next_power_of_2(outputs)), inputs=max(16, inputs), warps=4)
+
+
 class ExpertProducts:
     """Computes layers of one form. Nothing waits for the host: it can be captured into a graph.
 
     Args:
         table: int64 [L * J] on the device.
+        accumulation: precision in which the family adds up a token's experts.
         up, down: tiles of the projections.
     """
 
-    def __init__(self, form: ExpertForm, table: torch.Tensor, up: Tile, down: Tile) -> None:
+    def __init__(self, form: ExpertForm, table: torch.Tensor, accumulation: Accumulation, up: Tile, down: Tile) -> None:
         self.form = form
         self._table = table
+        self._accumulation = accumulation
         self._up = up
         self._down = down
 
@@ -106,7 +121,9 @@ class ExpertProducts:
             result,
             EXPERTS=form.experts,
             TOP_K=top_k,
+            TOP_K_PAD=triton.next_power_of_2(top_k),
             SIZE=form.down.size_out,
+            DTYPE=_TYPES[self._accumulation.dtype(hidden, weights)],
             BLOCK=_COMBINE_BLOCK,
         )
         return result
