@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import PromptError
+from engine.host_steps import HostSteps, IterationListener, PaddedBatch, Steps
 from engine.observer import Iteration, SequenceState
-from engine.sampling import make_sampler
+from engine.sampling import Sampler, check_drawn, make_forced_sampler, make_sampler
 from engine.steps import GenerationSettings, Step, Traffic
 from engine.text_stream import TextStream
-
-
-class IterationListener(Protocol):
-    """Who is told of every forward pass before it runs."""
-
-    def begin(self, iteration: Iteration) -> None: ...
 
 
 class TrafficMeter(Protocol):
@@ -32,6 +26,18 @@ class TrafficMeter(Protocol):
     def traffic(self) -> Traffic: ...
 
     def settle_stalls(self) -> None: ...
+
+
+class Decoding(Protocol):
+    """Another way to run decode steps than the host's."""
+
+    def follow(self, prefill: HostSteps, new_tokens: int, sample: Sampler) -> Steps | None:
+        """Steps that go on behind a prefill, for so many tokens at most; None where they have to be the host's."""
+        ...
+
+    def close(self) -> None:
+        """End a reply that was left: the device runs one at a time."""
+        ...
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class TokenLoop:
     Args:
         eos_token_ids: any of them ends a sequence.
         context_length: positions the model was made for; None where it states none.
+        decoding: runs decode steps where it can; None leaves them to the host.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class TokenLoop:
         eos_token_ids: frozenset[int],
         context_length: int | None,
         device: torch.device,
+        decoding: Decoding | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -74,7 +82,7 @@ class TokenLoop:
         self._device = device
         self._iterations = 0
         self._sequences = 0
-        self._accepted = inspect.signature(model.forward).parameters
+        self._decoding = decoding
         pad = tokenizer.pad_token_id
         self._pad_id = pad if pad is not None else min(eos_token_ids, default=0)
 
@@ -100,40 +108,49 @@ class TokenLoop:
         if replies is not None and (len(replies) != len(prompts) or not all(replies)):
             raise PromptError("teacher forcing needs a reply of at least one token for each prompt")
         sample = make_sampler(settings, self._device)
+        if replies is not None:
+            sample = make_forced_sampler(replies, self._device)
         if first_sequence is not None:
             self._sequences = first_sequence
         sequences = [self._admit(prompt, settings.max_new_tokens) for prompt in prompts]
         for sequence, reply in zip(sequences, replies or (), strict=bool(replies)):
             sequence.limit = min(sequence.limit, len(reply))
         eos = frozenset[int]() if settings.ignore_eos or replies is not None else self._eos
-        batch = _PaddedBatch(prompts, self._pad_id, self._device)
-        cache: dict[str, Any] = {}
-        for index in range(max(s.limit for s in sequences)):
-            start = time.perf_counter()
-            before = self._meter.traffic
-            live = [s.finished is None for s in sequences]
-            self._observer.begin(self._describe(sequences, batch, index))
-            logits, cache = self._forward(batch, cache)
-            if replies is None:
-                # The loop must know the tokens to stop, to stream and to build the next input.
-                chosen = sample(logits).tolist()
-            else:
-                chosen = [reply[min(index, len(reply) - 1)] for reply in replies]
-            texts = [self._accept(s, token, eos) for s, token in zip(sequences, chosen, strict=True)]
-            batch.append([t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)])
-            self._meter.settle_stalls()
-            yield Step(
-                iteration=index,
-                phase="prefill" if index == 0 else "decode",
-                token_ids=tuple(t if alive else None for t, alive in zip(chosen, live, strict=True)),
-                texts=tuple(texts),
-                finished=tuple(s.finished for s in sequences),
-                seconds=time.perf_counter() - start,
-                traffic=self._meter.traffic - before,
-                logits=logits.float().cpu() if settings.keep_logits else None,
-            )
-            if all(s.finished for s in sequences):
-                return
+        batch = PaddedBatch(prompts, self._pad_id, self._device)
+        prefill = HostSteps(self._model, self._observer, batch, sample)
+        steps: Steps = prefill
+        limit = max(s.limit for s in sequences)
+        if self._decoding is not None:
+            self._decoding.close()
+        try:
+            for index in range(limit):
+                start = time.perf_counter()
+                before = self._meter.traffic
+                live = [s.finished is None for s in sequences]
+                if index == 1 and self._decoding is not None:
+                    steps = self._decoding.follow(prefill, limit - 1, sample) or prefill
+                iteration = self._describe(sequences, batch, index)
+                logits, chosen = steps.advance(iteration, follow=index + 1 < limit)
+                check_drawn([token for token, alive in zip(chosen, live, strict=True) if alive])
+                texts = [self._accept(s, token, eos) for s, token in zip(sequences, chosen, strict=True)]
+                batch.append(
+                    [t if s.finished is None else self._pad_id for t, s in zip(chosen, sequences, strict=True)]
+                )
+                self._meter.settle_stalls()
+                yield Step(
+                    iteration=index,
+                    phase="prefill" if index == 0 else "decode",
+                    token_ids=tuple(t if alive else None for t, alive in zip(chosen, live, strict=True)),
+                    texts=tuple(texts),
+                    finished=tuple(s.finished for s in sequences),
+                    seconds=time.perf_counter() - start,
+                    traffic=self._meter.traffic - before,
+                    logits=logits.float().cpu() if settings.keep_logits else None,
+                )
+                if all(s.finished for s in sequences):
+                    return
+        finally:
+            steps.close()
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
@@ -155,7 +172,7 @@ class TokenLoop:
         self._sequences += 1
         return _Sequence(self._sequences - 1, prompt, hash_prompt(prompt), TextStream(self._tokenizer), limit)
 
-    def _describe(self, sequences: Sequence[_Sequence], batch: _PaddedBatch, index: int) -> Iteration:
+    def _describe(self, sequences: Sequence[_Sequence], batch: PaddedBatch, index: int) -> Iteration:
         states = [
             SequenceState(row, s.number, index, s.prompt_hash, tokens=1 if index else len(s.prompt))
             for row, s in enumerate(sequences)
@@ -169,15 +186,6 @@ class TokenLoop:
             width=batch.width,
             sequences=tuple(states),
         )
-
-    @torch.inference_mode()
-    def _forward(self, batch: _PaddedBatch, cache: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """One pass over the batch's newest tokens; logits [B, V] of the last position and the model's cache."""
-        inputs = {**batch.inputs(), **cache, "use_cache": True, "logits_to_keep": 1}
-        outputs = self._model(**{name: value for name, value in inputs.items() if name in self._accepted})
-        # Releases of transformers differ in the name under which a model returns and takes its cache.
-        name = "cache" if "cache" in outputs else "past_key_values"
-        return outputs.logits[:, -1], {name: outputs[name]}
 
     def _accept(self, sequence: _Sequence, token: int, eos: frozenset[int]) -> str:
         """Book a chosen token; return the text that became complete."""
@@ -197,28 +205,3 @@ class TokenLoop:
 def hash_prompt(token_ids: Sequence[int]) -> str:
     """The name by which records know a prompt without holding it."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:32]
-
-
-class _PaddedBatch:
-    """Left-padded token ids with mask and positions, as transformers' own generation lays them out."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> None:
-        width = max(map(len, prompts))
-        ids = [[pad_id] * (width - len(p)) + list(p) for p in prompts]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-        self._ids = torch.tensor(ids, device=device)
-        self._mask = torch.tensor(mask, device=device)
-        self._positions = (self._mask.cumsum(-1) - 1).masked_fill(self._mask == 0, 0)
-
-    @property
-    def width(self) -> int:
-        return self._ids.shape[1]
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._ids, "attention_mask": self._mask, "position_ids": self._positions}
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Make the chosen tokens [B] the next input."""
-        self._ids = torch.tensor(tokens, device=self._ids.device)[:, None]
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        self._positions = self._positions[:, -1:] + 1

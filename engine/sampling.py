@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -11,6 +11,9 @@ from engine.errors import GenerationError, UsageError
 from engine.steps import GenerationSettings
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
+
+NOT_DRAWN = -1
+"""Stands for a token that could not be drawn; see ``check_drawn``."""
 
 # Logits of a hundred thousand divided by it still are float32 numbers.
 _LOWEST_TEMPERATURE = 1e-30
@@ -22,7 +25,7 @@ def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
     Raises:
         UsageError: a setting outside its range.
 
-    The function raises GenerationError where the logits are not finite and have to be drawn from.
+    The function waits for no device: what cannot be drawn, as logits are not finite, is ``NOT_DRAWN``.
     """
     _check(settings)
     if settings.temperature == 0:
@@ -43,15 +46,33 @@ def make_sampler(settings: GenerationSettings, device: torch.device) -> Sampler:
 
     def sample(logits: torch.Tensor) -> torch.Tensor:
         probabilities = warpers(no_ids, logits.float()).softmax(dim=-1)
-        # A drawing from NaN fails without saying so on a CPU, and takes the device with it on a GPU.
-        if not probabilities.isfinite().all():
-            raise GenerationError(
-                "the model's logits are not finite: no token can be drawn; another --dtype may help, such as float32, "
-                "or its weights are damaged"
-            )
-        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        drawable = probabilities.isfinite().all(dim=-1)
+        # As ``torch.multinomial`` draws, which would wait for the device to check its argument.
+        waits = torch.empty_like(probabilities).exponential_(generator=generator)
+        return torch.where(drawable, (probabilities / waits).argmax(dim=-1), NOT_DRAWN)
 
     return sample
+
+
+def make_forced_sampler(replies: Sequence[Sequence[int]], device: torch.device) -> Sampler:
+    """Chooses the next token of each reply whatever the logits are, and its last one once it has ended."""
+    longest = max(map(len, replies))
+    tokens = torch.tensor([[*reply, *[reply[-1]] * (longest - len(reply))] for reply in replies], device=device)
+    places = iter(range(longest))
+    return lambda logits: tokens[:, next(places)]
+
+
+def check_drawn(tokens: Sequence[int]) -> None:
+    """Refuse tokens that could not be drawn.
+
+    Raises:
+        GenerationError: the logits they were to be drawn from are not finite.
+    """
+    if NOT_DRAWN in tokens:
+        raise GenerationError(
+            "the model's logits are not finite: no token can be drawn; another --dtype may help, such as float32, "
+            "or its weights are damaged"
+        )
 
 
 def _check(settings: GenerationSettings) -> None:

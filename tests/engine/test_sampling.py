@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import GenerationError, UsageError
-from engine.sampling import make_sampler
+from engine.sampling import check_drawn, make_sampler
 from engine.steps import GenerationSettings
 
 CPU = torch.device("cpu")
@@ -76,4 +76,4 @@ def test_the_lowest_temperature_takes_the_likeliest_token() -> None:
 def test_logits_that_are_no_numbers_are_named(damage: float) -> None:
     logits = torch.tensor([[0.5, damage, 0.1]])
     with pytest.raises(GenerationError, match="logits are not finite"):
-        make_sampler(GenerationSettings(temperature=0.7, top_k=2, seed=1), CPU)(logits)
+        check_drawn(make_sampler(GenerationSettings(temperature=0.7, top_k=2, seed=1), CPU)(logits).tolist())
