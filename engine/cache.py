@@ -6,7 +6,7 @@ Experts are named by flat keys ``layer * J + expert``. The class is not locked: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -80,6 +80,28 @@ class ExpertCache:
     def occupied(self) -> int:
         """Slots that hold or await an expert; never more than ``slots``."""
         return self.slots - len(self._free)
+
+    def replace(self, residents: Mapping[int, int]) -> None:
+        """Hold these experts, key -> slot, least recent use first; nothing may be loading or pinned."""
+        self._slot_of = [-1] * len(self._slot_of)
+        self._key_in[:] = -1
+        self._evictable[:] = False
+        self._unused = [False] * self.slots
+        self._held = [0] * len(self._held)
+        for key, slot in residents.items():
+            self._slot_of[key] = slot
+            self._key_in[slot] = key
+            self._evictable[slot] = True
+            self._held[key // self._keys_a_share] += 1
+            self._clock += 1
+            self._last_use[slot] = self._clock
+        self._free = [slot for slot in range(self.slots - 1, -1, -1) if self._key_in[slot] < 0]
+
+    def residents(self) -> dict[int, int]:
+        """Key -> slot of the resident experts, least recent use first."""
+        keys = self.resident_keys()
+        keys.sort(key=lambda key: int(self._last_use[self._slot_of[key]]))
+        return {key: self._slot_of[key] for key in keys}
 
     def record_use(self, keys: Sequence[int]) -> None:
         """The running layer routed to these experts: recency and frequency follow, resident or not."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from engine.adaptive import AdaptivePlan
 from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
 from engine.chat_template import encode_chat
 from engine.checkpoint import LoadedModel, load_model
+from engine.decoding import DeviceDecoding, JointTraffic, choose_executor, drives_itself
 from engine.devices import choose_device, choose_dtype, free_bytes
 from engine.errors import EngineClosedError, UsageError
 from engine.executor import HostDrivenExecutor
@@ -34,6 +36,9 @@ from engine.trace_recorder import TraceRecorder
 from engine.traces import RoutingTrace
 from engine.transfers import TransferEngine
 from engine.virtual_transfers import VirtualTransferEngine
+
+if TYPE_CHECKING:
+    from engine.device_decoder import DeviceDecoder
 
 
 class Engine:
@@ -60,10 +65,13 @@ class Engine:
         progress: Callable[[int, int], None] | None,
         trace: TraceWriter | None,
         loaded: LoadedModel | None,
+        executor: str,
     ) -> None:
         if distance < 1:
             raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
         self.device = choose_device(device)
+        # Traces and virtual clocks are of every layer's own moment, which only the host's executor knows.
+        by_device = drives_itself(choose_executor(executor), self.device) and trace is None and clock is None
         self.dtype = choose_dtype(dtype, source.config)
         self.fingerprint = source.fingerprint
         self.context_length = source.context_length
@@ -119,14 +127,36 @@ class Engine:
         self._executor.attach()
         self._observer.attach()
         self._closed = False
+
+        def build_decoder() -> DeviceDecoder:
+            from engine.device_decoder import DeviceDecoder
+
+            return DeviceDecoder(
+                loaded.model,
+                loaded.layers,
+                host,
+                slots,
+                self._transfers,
+                chosen.rule,
+                accumulation,
+                self._observer,
+                None if self._matcher is None else matcher,
+                partitions,
+                chosen.needs_gate_inputs,
+                self.device,
+            )
+
+        self._decoding = decoding = DeviceDecoding(build_decoder, self._matcher) if by_device else None
+        self._meter = JointTraffic(self._transfers, decoding)
         self._loop = TokenLoop(
             loaded.model,
             self.tokenizer,
             self._observer,
-            self._transfers,
+            self._meter,
             self.eos_token_ids,
             self.context_length,
             self.device,
+            decoding,
         )
 
     @classmethod
@@ -147,6 +177,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         trace: TraceWriter | None = None,
         loaded: LoadedModel | None = None,
+        executor: str = "host",
     ) -> Engine:
         """Load a model.
 
@@ -164,6 +195,8 @@ class Engine:
             trace: is written the routing of every iteration.
             loaded: the model of ``source`` on ``device`` as an engine that is closed by now has left it, to spare
                 loading it again.
+            executor: who drives decode steps: ``host``, bit for bit as transformers; ``device``, whose sums are in
+                another order; or ``auto``, the device wherever it can.
 
         Raises:
             BudgetError, DeviceError, CheckpointError, PolicyError, UnsupportedModelError, UsageError
@@ -183,12 +216,13 @@ class Engine:
             progress=progress,
             trace=trace,
             loaded=loaded,
+            executor=executor,
         )
 
     @property
     def traffic(self) -> Traffic:
         """Expert traffic since the model was opened."""
-        return self._transfers.traffic
+        return self._meter.traffic
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation; see ``engine.chat_template.encode_chat``."""
@@ -211,11 +245,13 @@ class Engine:
             EngineClosedError: the engine has been closed, before or meanwhile.
         """
         self._require_open()
-        for step in self._loop.generate(prompts, settings, first_sequence, replies):
-            if self._matcher is not None:
-                self._matcher.check()
-            yield step
-            self._require_open()
+        # Closed here and now when the caller leaves: some Pythons put it off.
+        with closing(self._loop.generate(prompts, settings, first_sequence, replies)) as steps:
+            for step in steps:
+                if self._matcher is not None:
+                    self._matcher.check()
+                yield step
+                self._require_open()
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -234,6 +270,8 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's threads and detach from the model; idempotent."""
         self._closed = True
+        if self._decoding is not None:
+            self._decoding.close()
         self._observer.detach()
         self._executor.detach()
         if self._matcher is not None:

@@ -55,6 +55,10 @@ class GenerationError(FinemoeError):
     """The model's logits are no numbers to choose a token by."""
 
 
+class CaptureError(FinemoeError):
+    """A model cannot be decoded by the device alone; the message completes "the host decides in every layer, as"."""
+
+
 class TransferError(FinemoeError):
     """Copying an expert to the device failed."""
 

@@ -26,14 +26,18 @@ class PrefetchSink(Protocol):
 
 
 class Matcher:
-    """Tells a policy what is observed, hands its offers on, and publishes finished iterations."""
+    """Tells a policy what is observed, hands its offers on, and publishes finished iterations.
+
+    Attributes:
+        sink: who acts on the offers.
+    """
 
     def __init__(
         self, policy: Policy, library: ExpertMapLibrary | None, layers: Sequence[MoELayer], sink: PrefetchSink
     ) -> None:
         self._policy = policy
         self._library = library
-        self._sink = sink
+        self.sink = sink
         self._layers = len(layers)
         self._experts = layers[0].num_experts
         self._reducer = SequenceReducer()
@@ -78,7 +82,7 @@ class Matcher:
 
     def _offer(self, offers: Sequence[Prefetch]) -> None:
         if offers:
-            self._sink.offer(offers)
+            self.sink.offer(offers)
 
     def _publish(self, iteration: Iteration, found: tuple[np.ndarray | None, np.ndarray | None]) -> None:
         """Give the iteration's maps back to the library, but for vectors no cosine is defined for."""

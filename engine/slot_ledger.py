@@ -101,7 +101,7 @@ class SlotLedger:
 
     Args:
         num_keys: experts of all layers, by flat keys ``layer * J + expert``.
-        spare: slots that hold no expert in the long run, at least 1 and less than ``slots``.
+        spare: slots that hold no expert in the long run; 0 only where every expert has a slot.
         partitions: 1 for one cache of all layers, L for an equal share of the experts held for each.
     """
 
@@ -115,13 +115,13 @@ class SlotLedger:
         tokens: TokenClock,
         partitions: int = 1,
     ) -> None:
-        if not 1 <= spare < slots:
-            raise ValueError(f"{spare} spare slots of {slots}")
+        self._share = (slots - spare) // partitions
+        if self._share < 1 or (spare < 1 and slots < num_keys):
+            raise ValueError(f"{spare} spare of {slots} slots in {partitions} parts for {num_keys} experts")
         self.slots = slots
         self._rule = rule
         self._copies = copies
         self._tokens = tokens
-        self._share = max(1, (slots - spare) // partitions)
         self._keys_a_share = num_keys // partitions
         self._held = [0] * partitions
         self._slot_of = np.full(num_keys, -1, dtype=np.int64)
@@ -143,6 +143,15 @@ class SlotLedger:
     def copies_under_way(self) -> int:
         """Slots being filled."""
         return int(np.count_nonzero(self._state == SlotState.FILLING))
+
+    @property
+    def moving(self) -> bool:
+        """Whether copies are queued that have not been seen done."""
+        return bool(self._pending)
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
 
     def state(self, slot: int) -> SlotState:
         return SlotState(int(self._state[slot]))

@@ -98,6 +98,10 @@ class TransferQueue:
         best = max(self._prefetches.values(), key=lambda p: prefetch_priority(p.probability, p.due - now))
         return self._prefetches.pop(best.key)
 
+    def drop_prefetches(self) -> None:
+        """Whoever wanted them has no use for them any more."""
+        self._prefetches.clear()
+
     def drop_decided(self) -> None:
         """The layer that decided is done, or abandoned: prefetching goes on."""
         self._decided.clear()

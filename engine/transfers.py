@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -64,6 +64,26 @@ class TransferEngine:
             self._queue.offer(prefetches)
             if any(self.cache.slot(prefetch.key) < 0 for prefetch in prefetches):
                 self._work.notify()
+
+    def lend_slots(self) -> dict[int, int]:
+        """Give the slots away until ``take_back``, with what they hold: key -> slot, least recent use first.
+
+        Prefetches that have not begun are dropped, those under way arrive first.
+        """
+        with self._arrived:
+            self._queue.drop_prefetches()
+            while loading := self.cache.loading_keys():
+                for key in loading:
+                    self._hurry(key)
+                self._check()
+                self._arrived.wait()
+            self._urgent.clear()
+            return self.cache.residents()
+
+    def take_back(self, residents: Mapping[int, int]) -> None:
+        """The slots are the engine's again and hold these experts, while the device is idle."""
+        with self._arrived:
+            self.cache.replace(residents)
 
     def arrive(self, position: int, tokens: int) -> None:
         """The gate at ``position``, which is ``iteration * L + layer``, has decided for so many tokens."""

@@ -103,7 +103,7 @@ class SlotLife(RuleBasedStateMachine):
     """The ledger drives the device; hypothesis decides what happens next, and how late the host learns of it."""
 
     @initialize(
-        slots=st.integers(3, 6),
+        slots=st.integers(4, 6),
         spare=st.integers(1, 2),
         partitions=st.sampled_from([1, L]),
         recency=st.booleans(),

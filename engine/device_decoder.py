@@ -1,0 +1,243 @@
+"""Device-driven decode: tokens follow one another on the device, and the host reads what they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.address_table import AddressTable
+from engine.captured_experts import CapturedExperts
+from engine.copy_streams import open_copies
+from engine.decode_graph import DecodeGraph
+from engine.errors import CaptureError, GenerationError
+from engine.eviction import EvictionRule
+from engine.expert_arithmetic import Accumulation
+from engine.expert_forms import find_form
+from engine.expert_products import MAX_TOKENS, ExpertProducts, choose_tiles
+from engine.families import MoELayer
+from engine.host_experts import HostExperts
+from engine.mailbox import DEPTH, Mailbox
+from engine.matcher import Matcher, PrefetchSink
+from engine.observer import GateObserver, Iteration
+from engine.sampling import Sampler
+from engine.slot_ledger import SlotLedger
+from engine.slots import DeviceSlots
+from engine.steps import Traffic
+from engine.steward import Steward
+
+_LENGTH_STEP = 256
+_SPARE_SHARE = 16
+
+
+class SlotLender(PrefetchSink, Protocol):
+    """Who holds the device slots between replies, and acts on a policy's offers then."""
+
+    def lend_slots(self) -> dict[int, int]: ...
+
+    def take_back(self, residents: Mapping[int, int]) -> None: ...
+
+
+class DeviceDecoder:
+    """Decodes batches of up to ``MAX_TOKENS`` sequences from the cache a prefill has left.
+
+    ``begin`` takes the slots from their lender, ``close`` gives them back; between the two, ``advance`` runs one
+    token a call and hands over the next before it waits for this one.
+
+    Raises:
+        CaptureError, UnsupportedModelError: the model's experts or their memory do not suit the kernels.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        host: HostExperts,
+        slots: DeviceSlots,
+        lender: SlotLender,
+        rule: EvictionRule,
+        accumulation: Accumulation,
+        observer: GateObserver,
+        matcher: Matcher | None,
+        partitions: int,
+        gate_inputs: bool,
+        device: torch.device,
+    ) -> None:
+        if device.type == "cuda" and not host.pinned:
+            raise CaptureError("its experts are not in page-locked memory, which kernels could read")
+        self._model = model
+        self._layers = layers
+        self._lender = lender
+        self._observer = observer
+        self._device = device
+        self._gate_inputs = gate_inputs
+        self._matcher = matcher
+        self._table = AddressTable(host, slots, device)
+        forms = [find_form(layer, host.layout(layer.index)) for layer in layers]
+        shared = {
+            form: ExpertProducts(form, self._table.entries, accumulation, *choose_tiles(form)) for form in set(forms)
+        }
+        self._products = [shared[form] for form in forms]
+        keys = host.layers * host.experts
+        copies = open_copies(host, slots, self._table, device)
+        spare = 0 if slots.count >= keys else max(1, slots.count // _SPARE_SHARE)
+        if (slots.count - spare) // partitions < 1:
+            raise CaptureError(f"{slots.count} expert slots are too few to replace one while a token runs")
+        ledger = SlotLedger(keys, slots.count, spare, rule, copies, self, partitions)
+        sizes = [host.layout(layer).nbytes for layer in range(host.layers)]
+        self._steward = Steward(layers, sizes, ledger, rule, matcher)
+        self._graph: DecodeGraph | None = None
+        self._mailbox: Mailbox | None = None
+        self._chosen = torch.zeros(DEPTH, MAX_TOKENS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._logits: list[torch.Tensor | None] = [None] * DEPTH
+        self._events: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._sample: Sampler | None = None
+        self._handed_over = self._ended = 0
+        self._reply: DeviceSteps | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """Expert traffic of all tokens booked so far."""
+        return self._steward.traffic
+
+    def handed_over(self) -> int:
+        return self._handed_over
+
+    def ended(self) -> int:
+        return self._ended
+
+    def accepts(self, batch: int) -> bool:
+        return batch <= MAX_TOKENS
+
+    def begin(
+        self, cache_name: str, cache: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int, sample: Sampler
+    ) -> DeviceSteps:
+        """Take over behind a prefill; no other reply may be under way.
+
+        Args:
+            cache_name, cache: the model's cache, under the name it takes it by.
+            inputs: ids [B, 1] of the first token to run, attention_mask [B, S + 1] and its position_ids [B, 1].
+            new_tokens: tokens that may be run.
+            sample: chooses the tokens, without waiting for the device.
+
+        Raises:
+            CaptureError: the model's forward needs the host.
+        """
+        mask = inputs["attention_mask"][:, :-1]
+        batch, length = mask.shape[0], mask.shape[1] + new_tokens
+        graph = self._fitting_graph(batch, length, cache_name)
+        graph.fill(cache, mask, inputs["position_ids"])
+        if self._graph is not graph:
+            self._mailbox = self._capture(graph)
+            self._graph = graph
+            graph.fill(cache, mask, inputs["position_ids"])
+        assert self._mailbox is not None
+        graph.ids.copy_(inputs["input_ids"])
+        self._synchronize()
+        self._mailbox.reset()
+        self._handed_over = self._ended = 0
+        self._sample = sample
+        residents = self._lender.lend_slots()
+        self._synchronize()
+        if self._matcher is not None:
+            self._matcher.sink = self._steward
+        self._table.write(self._steward.begin(self._mailbox, residents))
+        self._synchronize()
+        self._steward.start()
+        self._reply = DeviceSteps(self)
+        return self._reply
+
+    def runs(self, reply: DeviceSteps) -> bool:
+        return self._reply is reply
+
+    def advance(self, iteration: Iteration, follow: bool) -> tuple[torch.Tensor, list[int]]:
+        """Run a token; logits [B, V] and the chosen ids. ``follow``: unless the ids end it, another one comes."""
+        token = self._ended
+        self._steward.announce(iteration)
+        if self._handed_over == token:
+            self._hand_over()
+        if follow:
+            self._hand_over()
+        event = self._events[token % DEPTH]
+        if event is not None:
+            event.synchronize()
+        self._ended = token + 1
+        self._steward.await_token(token)
+        logits = self._logits[token % DEPTH]
+        assert logits is not None
+        return logits, self._chosen[token % DEPTH, : len(logits)].tolist()
+
+    def close(self) -> None:
+        """Let the device come to rest and give the slots back; idempotent."""
+        if self._reply is None:
+            return
+        self._reply = None
+        self._synchronize()
+        self._ended = self._handed_over
+        residents = self._steward.end()
+        if self._matcher is not None:
+            self._matcher.sink = self._lender
+        self._lender.take_back(residents)
+
+    def _hand_over(self) -> None:
+        """Queue the next token and what chooses the one after it."""
+        assert self._graph is not None and self._sample is not None
+        place = self._handed_over % DEPTH
+        self._handed_over += 1
+        self._graph.replay()
+        with torch.inference_mode():
+            logits = self._graph.logits.clone()
+            chosen = self._sample(logits)
+            # What no token could be drawn from is told by -1; the device goes on with any.
+            self._graph.ids.copy_(chosen.clamp(min=0)[:, None])
+            self._chosen[place, : len(chosen)].copy_(chosen, non_blocking=True)
+        self._logits[place] = logits
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._events[place] = event
+
+    def _fitting_graph(self, batch: int, length: int, cache_name: str) -> DecodeGraph:
+        graph = self._graph
+        if graph is not None and graph.batch == batch and graph.length >= length:
+            return graph
+        rounded = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        return DecodeGraph(self._model, batch, rounded, cache_name, self._device)
+
+    def _capture(self, graph: DecodeGraph) -> Mailbox:
+        size = self._model.get_input_embeddings().embedding_dim
+        mailbox = Mailbox(self._layers, graph.batch, size, self._gate_inputs, self._device)
+        captured = CapturedExperts(
+            self._model,
+            self._layers,
+            self._products,
+            self._table,
+            mailbox,
+            self._observer,
+            self._gate_inputs,
+            self._device,
+        )
+        graph.capture(captured.attached, captured.finish)
+        return mailbox
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class DeviceSteps:
+    """The decode steps of one reply. Another reply, once begun, ends them: the device runs one at a time."""
+
+    def __init__(self, decoder: DeviceDecoder) -> None:
+        self._decoder = decoder
+
+    def advance(self, iteration: Iteration, follow: bool) -> tuple[torch.Tensor, list[int]]:
+        if not self._decoder.runs(self):
+            raise GenerationError("another reply was begun before this one had ended: the device runs one at a time")
+        return self._decoder.advance(iteration, follow)
+
+    def close(self) -> None:
+        if self._decoder.runs(self):
+            self._decoder.close()
