@@ -11,7 +11,7 @@ import typer
 
 from engine.errors import PromptError, UsageError
 from finemoe_cli.chat_session import ChatSession
-from finemoe_cli.console import note
+from finemoe_cli.console import note, show_warnings_as_notes
 from finemoe_cli.dialogue import Dialogue, check_prompt, check_text
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.opening import (
@@ -64,6 +64,12 @@ def chat(
             show_default="the profile's, else finemoe",
         ),
     ] = None,
+    executor: Annotated[
+        str,
+        typer.Option(
+            "--executor", metavar="E", help="Who drives decode steps: host (bit for bit as transformers), device, auto."
+        ),
+    ] = "auto",
     store: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +89,9 @@ def chat(
     With -p, or with a prompt on stdin, it answers once; on a terminal it talks
     until /exit. The model's store of expert maps guides which experts are loaded
     ahead, and learns from every reply. Replies are the same whatever the budget
-    and the store. They are greedy unless --temperature is above 0.
+    and the store. They are greedy unless --temperature is above 0. On a CUDA
+    device that drives decode steps itself, sums are in another order than
+    transformers'; --executor host keeps theirs.
 
     \b
     Examples:
@@ -107,13 +115,14 @@ def chat(
     elif as_json:
         raise UsageError("--json answers one prompt; give it with -p or on stdin")
 
+    show_warnings_as_notes()
     source = open_source(settings)
     from engine.steps import GenerationSettings
 
     generation = GenerationSettings(
         max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
-    with _opened_store(settings, source) as maps, open_engine(settings, source, maps) as engine:
+    with _opened_store(settings, source) as maps, open_engine(settings, source, maps, executor=executor) as engine:
         dialogue = Dialogue(engine, system, raw)
         session = ChatSession(source.name, engine, maps, dialogue, generation, stream=not no_stream, stats=stats)
         budget = describe_budget(engine, settings.cache.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,11 @@ def notes() -> Console:
 def note(text: str) -> None:
     """Tell the reader something that is not the result; a live progress bar stays below it."""
     notes().print(text, style="dim")
+
+
+def show_warnings_as_notes() -> None:
+    """Have Python's warnings appear as one line each, without the place in the code."""
+    warnings.showwarning = lambda message, *place: note(f"warning: {message}")
 
 
 def report_error(text: str) -> None:

@@ -121,7 +121,11 @@ def open_store(settings: Settings, source: ModelSource) -> ExpertMapStore:
 
 
 def open_engine(
-    settings: Settings, source: ModelSource, library: ExpertMapStore | None, trace: TraceWriter | None = None
+    settings: Settings,
+    source: ModelSource,
+    library: ExpertMapStore | None,
+    trace: TraceWriter | None = None,
+    executor: str = "host",
 ) -> Engine:
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
 
@@ -171,6 +175,7 @@ def open_engine(
             adaptive=plan,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
+            executor=executor,
         )
 
 
