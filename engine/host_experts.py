@@ -83,6 +83,11 @@ class HostExperts:
         """The expert's bytes, uint8 [layout(layer).nbytes]."""
         return self._buffers[layer * self.experts + expert]
 
+    def touch(self) -> None:
+        """Have the system provide the memory now, by as many threads as PyTorch uses; contents become zero."""
+        for chunk in self._chunks:
+            chunk.zero_()
+
     def pin(self) -> None:
         """Page-lock the memory for CUDA, chunk by chunk; warn and leave it pageable if the system refuses."""
         runtime = torch.cuda.cudart()
