@@ -69,7 +69,7 @@ def chat(
         typer.Option(
             "--executor", metavar="E", help="Who drives decode steps: host (bit for bit as transformers), device, auto."
         ),
-    ] = "auto",
+    ] = "host",
     store: Annotated[
         str | None,
         typer.Option(
@@ -89,9 +89,9 @@ def chat(
     With -p, or with a prompt on stdin, it answers once; on a terminal it talks
     until /exit. The model's store of expert maps guides which experts are loaded
     ahead, and learns from every reply. Replies are the same whatever the budget
-    and the store. They are greedy unless --temperature is above 0. On a CUDA
-    device that drives decode steps itself, sums are in another order than
-    transformers'; --executor host keeps theirs.
+    and the store. They are greedy unless --temperature is above 0. With
+    --executor device or auto, a CUDA device drives decode steps itself, whose
+    sums are in another order than transformers'.
 
     \b
     Examples:
