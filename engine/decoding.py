@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -81,9 +81,8 @@ class DeviceDecoding:
         if self._refused:
             return None
         try:
-            if importlib.util.find_spec("triton") is None:
-                raise CaptureError("Triton, which compiles its kernels, is not installed")
             if self._decoder is None:
+                _require_triton()
                 self._decoder = self._build()
             inputs = prefill.batch.inputs()
             if not self._decoder.accepts(len(inputs["input_ids"])):
@@ -101,6 +100,13 @@ class DeviceDecoding:
         """End a reply that was left without being closed."""
         if self._decoder is not None:
             self._decoder.close()
+
+
+def _require_triton() -> None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise CaptureError(f"Triton, which compiles its kernels, cannot be imported ({error})") from error
 
 
 class JointTraffic:

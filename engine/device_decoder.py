@@ -15,10 +15,11 @@ from engine.decode_graph import DecodeGraph
 from engine.errors import CaptureError, GenerationError
 from engine.eviction import EvictionRule
 from engine.expert_arithmetic import Accumulation
-from engine.expert_forms import find_form
+from engine.expert_forms import ExpertForm, find_form
 from engine.expert_products import MAX_TOKENS, ExpertProducts, choose_tiles
 from engine.families import MoELayer
 from engine.host_experts import HostExperts
+from engine.kernel_check import check_products
 from engine.mailbox import DEPTH, Mailbox
 from engine.matcher import Matcher, PrefetchSink
 from engine.observer import GateObserver, Iteration
@@ -74,12 +75,15 @@ class DeviceDecoder:
         self._device = device
         self._gate_inputs = gate_inputs
         self._matcher = matcher
+        self._host = host
+        self._accumulation = accumulation
         self._table = AddressTable(host, slots, device)
         forms = [find_form(layer, host.layout(layer.index)) for layer in layers]
         shared = {
             form: ExpertProducts(form, self._table.entries, accumulation, *choose_tiles(form)) for form in set(forms)
         }
         self._products = [shared[form] for form in forms]
+        self._checked: set[tuple[ExpertForm, int]] = set()
         keys = host.layers * host.experts
         copies = open_copies(host, slots, self._table, device)
         spare = 0 if slots.count >= keys else max(1, slots.count // _SPARE_SHARE)
@@ -123,7 +127,7 @@ class DeviceDecoder:
             sample: chooses the tokens, without waiting for the device.
 
         Raises:
-            CaptureError: the model's forward needs the host.
+            CaptureError: the model's forward needs the host, or the kernels do not compute its experts.
         """
         mask = inputs["attention_mask"][:, :-1]
         batch, length = mask.shape[0], mask.shape[1] + new_tokens
@@ -207,6 +211,7 @@ class DeviceDecoder:
         return DecodeGraph(self._model, batch, rounded, cache_name, self._device)
 
     def _capture(self, graph: DecodeGraph) -> Mailbox:
+        self._check(graph.batch)
         size = self._model.get_input_embeddings().embedding_dim
         mailbox = Mailbox(self._layers, graph.batch, size, self._gate_inputs, self._device)
         captured = CapturedExperts(
@@ -221,6 +226,13 @@ class DeviceDecoder:
         )
         graph.capture(captured.attached, captured.finish)
         return mailbox
+
+    def _check(self, tokens: int) -> None:
+        """Try the kernels of every form on the first layer that has it, once for each number of tokens."""
+        for layer, products in zip(self._layers, self._products, strict=True):
+            if (products.form, tokens) not in self._checked:
+                self._checked.add((products.form, tokens))
+                check_products(products.form, layer, self._host, self._table, self._accumulation, tokens, self._device)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -5,6 +5,7 @@ interpreter, and PyTorch reads the experts through the address table, as the int
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,27 @@ def test_a_model_that_cannot_be_captured_is_left_to_the_host_with_one_line(tmp_p
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert len(answer(engine, PROMPTS[:1])) == NEW_TOKENS
+
+
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_kernels_that_compute_something_else_leave_the_model_to_the_host(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExpertProducts, "__call__", lambda self, layer, hidden, ids, weights: hidden)
+    with open_engine(source, "host") as engine:
+        expected = [step.token_ids for step in answer(engine, PROMPTS)]
+    refused = pytest.warns(RuntimeWarning, match=r"its kernels' results for 3 tokens differ from its own by \d")
+    with open_engine(source, "device") as engine, refused:
+        assert [step.token_ids for step in answer(engine, PROMPTS)] == expected
+
+
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_a_triton_that_cannot_be_imported_leaves_the_model_to_the_host(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with open_engine(source, "device") as engine, pytest.warns(RuntimeWarning, match=r"Triton.*cannot be imported"):
+        assert len(answer(engine, PROMPTS)) == NEW_TOKENS
 
 
 def test_more_sequences_than_the_kernels_take_are_the_hosts(source: ModelSource) -> None:
