@@ -77,6 +77,11 @@ class DeviceDecoding:
     def traffic(self) -> Traffic:
         return Traffic() if self._decoder is None else self._decoder.traffic
 
+    @property
+    def refused(self) -> bool:
+        """Whether the model has turned out to need the host in every layer."""
+        return self._refused
+
     def follow(self, prefill: HostSteps, new_tokens: int, sample: Sampler) -> Steps | None:
         if self._refused:
             return None

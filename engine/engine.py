@@ -12,7 +12,7 @@ from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
 from engine.chat_template import encode_chat
 from engine.checkpoint import LoadedModel, load_model
-from engine.decoding import DeviceDecoding, JointTraffic, choose_executor, drives_itself
+from engine.decoding import DeviceDecoding, ExecutorChoice, JointTraffic, choose_executor, drives_itself
 from engine.devices import choose_device, choose_dtype, free_bytes
 from engine.errors import EngineClosedError, UsageError
 from engine.executor import HostDrivenExecutor
@@ -218,6 +218,12 @@ class Engine:
             loaded=loaded,
             executor=executor,
         )
+
+    @property
+    def executor(self) -> ExecutorChoice:
+        """Who drives decode steps, host or device, as far as is known by now."""
+        by_host = self._decoding is None or self._decoding.refused
+        return ExecutorChoice.HOST if by_host else ExecutorChoice.DEVICE
 
     @property
     def traffic(self) -> Traffic:

@@ -22,14 +22,14 @@ from finemoe_cli.opening import (
     open_prompt_set,
     open_source,
 )
-from finemoe_cli.quantities import parse_duration, parse_rate, parse_size, split_list
+from finemoe_cli.quantities import count_of, parse_duration, parse_rate, parse_size, split_list
 from finemoe_cli.settings import load_settings
 from finemoe_cli.tables import OutputFormat, write_records
 
 app = typer.Typer()
 
 
-class Executor(StrEnum):
+class MissHandling(StrEnum):
     wait = "wait"
     in_place = "in-place"
 
@@ -106,7 +106,8 @@ def record(
     recording = Recording(settings, source, prompts, limits)
     with Interruptible() as interrupt:
         iterations = recording.write(target, interrupt)
-    note(f"{target}: {recording.requests} requests, {iterations} iterations of {source.name}")
+    done = f"{count_of(recording.requests, 'request')}, {count_of(iterations, 'iteration')}"
+    note(f"{target}: {done} of {source.name}")
     if interrupt.requested:
         raise KeyboardInterrupt
 
@@ -169,9 +170,13 @@ def replay(
         str | None, typer.Option("--chunk", metavar="SIZE", help="Pieces of a prefetch instead of 4 MiB.")
     ] = None,
     executor: Annotated[
-        Executor,
-        typer.Option("--executor", help="wait: a miss waits for its copy. in-place: it is read where it lies."),
-    ] = Executor.wait,
+        MissHandling,
+        typer.Option(
+            "--executor",
+            help="What a miss does. wait: waits for its copy, as behind the host's executor. "
+            "in-place: is read where it lies, as the device's does.",
+        ),
+    ] = MissHandling.wait,
     distance: Annotated[
         int, typer.Option("--distance", metavar="D", min=1, help="Layers between a prefetch decision and its use.")
     ] = 3,
@@ -240,7 +245,7 @@ def replay(
         policies=names,
         caches=budgets,
         hardware=machine,
-        in_place=executor is Executor.in_place,
+        in_place=executor is MissHandling.in_place,
         store_share=store_share,
         map_capacity=capacity,
         distance=distance,

@@ -11,6 +11,7 @@ from engine.adaptive import AdaptivePlan
 from engine.adaptive_choice import AdaptiveFit
 from engine.budget import ExpertBudget
 from engine.checkpoint import LoadedModel, load_model
+from engine.decoding import ExecutorChoice
 from engine.devices import choose_device, choose_dtype, free_bytes, release_memory
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
@@ -62,6 +63,7 @@ class BenchEngines:
         policy: str,
         cache: ExpertBudget,
         *,
+        executor: ExecutorChoice = ExecutorChoice.HOST,
         library: ExpertMapLibrary | None = None,
         future: RoutingTrace | None = None,
         trace: TraceWriter | None = None,
@@ -81,6 +83,7 @@ class BenchEngines:
             trace=trace,
             adaptive=self._adaptive(cache) if policy == ADAPTIVE else None,
             loaded=self._loaded,
+            executor=executor,
         )
 
     def record(

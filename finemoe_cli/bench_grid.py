@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from engine.benchmarking import BenchLibrary, Generating, StoreState, Workload, answer_prompts, tokens_of
+from engine.decoding import ExecutorChoice
 from engine.devices import release_memory
 from engine.engine import Engine
 from engine.errors import BudgetError, DeviceError, FinemoeError, UnsupportedModelError
@@ -17,14 +18,16 @@ from engine.measures import measure_requests
 from engine.resident import ResidentModel
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step
+from engine.token_gaps import Difference, GapMeter
 from engine.traces import RoutingTrace
 from finemoe_cli.bench_engines import RECORDED, BenchEngines
-from finemoe_cli.bench_plan import BenchPlan, Cell
+from finemoe_cli.bench_plan import DRIVEN, BenchPlan, Cell
 from finemoe_cli.bench_prompts import BenchPrompts
-from finemoe_cli.bench_records import Row, describe_knowledge, make_record
+from finemoe_cli.bench_records import Row, describe_knowledge, describe_tokens, make_record
 from finemoe_cli.bench_stores import BenchStore
 from finemoe_cli.console import note, report_error
 from finemoe_cli.interrupts import Interruptible
+from finemoe_cli.quantities import count_of
 from finemoe_cli.settings import Settings
 from store.bench_runs import BenchRecord
 
@@ -72,6 +75,7 @@ class LiveGrid:
         self._engines = engines
         self._futures: dict[Workload, RoutingTrace] = {}
         self._expected: dict[Workload, list[list[int | None]]] = {}
+        self._gaps: dict[Workload, list[list[float]]] = {}
         self._measured = 0
 
     def measure(self) -> Generator[BenchRecord, None, None]:
@@ -94,7 +98,7 @@ class LiveGrid:
         largest = max(self._plan.caches, key=lambda cache: (cache.share or 0, cache.size or 0))
         fill = self._plan.needs_maps and self._store.is_temporary
         if fill or self._plan.needs_history:
-            note(f"answering {len(self._prompts.store)} prompts of the store's side")
+            note(f"answering {count_of(len(self._prompts.store), 'prompt')} of the store's side")
             library = self._store.maps if fill else None
             self._engines.history = self._engines.record(origin, largest, self._fill, library, self._plan.policies)
         for workload in self._prompts.workloads:
@@ -139,7 +143,12 @@ class LiveGrid:
         model.use(implementation)
         experts = self._source.fingerprint.layers * self._source.fingerprint.experts
         row = Row(name, None, _EVERYTHING, f"transformers {implementation}", model.expert_bytes, experts, None)
-        return row, self._pass(model, workload)
+        if name != EAGER:
+            return row, self._pass(model, workload)
+        meter = GapMeter(model)
+        answered = self._pass(meter, workload)
+        self._gaps[workload] = meter.gaps[len(workload.warm_up) :]
+        return row, answered
 
     def _take_turns(self, workload: Workload, turns: Mapping[str, Turn]) -> Iterator[BenchRecord]:
         """Measure rows side by side: each has its turn in every repetition.
@@ -169,10 +178,15 @@ class LiveGrid:
     def _repeat(self, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
         """One repetition on an engine of its own, whose device memory is free again when this returns."""
         library = self._store.library(cell.state) if cell.state and cell.policy in SEARCHING else None
-        with self._engines.open(cell.policy, cell.cache, library=library, future=self._futures[workload]) as engine:
+        future = self._futures[workload]
+        with self._engines.open(
+            cell.policy, cell.cache, executor=cell.executor, library=library, future=future
+        ) as engine:
+            answered = self._pass(engine, workload, library, cell.state)
+            if cell.executor is ExecutorChoice.DEVICE and engine.executor is ExecutorChoice.HOST:
+                raise UnsupportedModelError("the device cannot drive this model's decode steps")
             sizes = (engine.budget_bytes, engine.slots, engine.distance)
-            row = Row(cell.policy, cell.state, cell.cache.text, "host-driven", *sizes)
-            return row, self._pass(engine, workload, library, cell.state)
+            return Row(cell.policy, cell.state, cell.cache.text, DRIVEN[engine.executor], *sizes), answered
 
     def _pass(
         self,
@@ -190,10 +204,12 @@ class LiveGrid:
     def _record(self, row: Row, workload: Workload, passes: Sequence[Pass]) -> BenchRecord:
         """Compare a row's tokens with the reference's, tell of it, and make its record."""
         self._expected.setdefault(workload, tokens_of(passes[0]))
-        equal = all(tokens_of(one) == self._expected[workload] for one in passes)
-        if not equal and row.policy == RESIDENT:
+        difference = self._difference(workload, passes)
+        if difference is not None and row.policy == RESIDENT:
             note(f"{row.executor} chose other tokens than transformers eager, as it may")
-        elif not equal:
+        elif difference is not None and row.by_device:
+            note(f"{row.describe()} chose other tokens than {self.reference}, {_describe_difference(difference)}")
+        elif difference is not None:
             self.differing.append(row.describe())
             report_error(f"{row.describe()} generated other tokens than {self.reference}")
         measures = measure_requests([request for one in passes for request in one])
@@ -201,9 +217,15 @@ class LiveGrid:
         tpot = "" if measures.tpot is None else f", TPOT {measures.tpot.mean * 1e3:.1f} ms"
         hit = f", hit {measures.decode.hit_rate:.1%}" if measures.decode.routed else ""
         note(f"{self._measured}/{self._rows} {row.describe()}, {_describe(workload)}{tpot}{hit}")
-        checked = {"reference": self.reference, "tokens_equal": equal}
+        checked = {"reference": self.reference, **describe_tokens(difference)}
         known = describe_knowledge(row, self._store, self._engines.history)
         return make_record(row, workload, measures, len(passes), {**checked, **known}, self._identity)
+
+    def _difference(self, workload: Workload, passes: Sequence[Pass]) -> Difference | None:
+        """Where the first repetition that chose other tokens than the reference did so."""
+        expected, gaps = self._expected[workload], self._gaps.get(workload)
+        found = (Difference.between(tokens_of(one), expected, gaps) for one in passes)
+        return next((difference for difference in found if difference is not None), None)
 
     @property
     def _rows(self) -> int:
@@ -217,5 +239,12 @@ class LiveGrid:
 
 
 def _describe(workload: Workload) -> str:
-    length = "as they are" if workload.prompt_length is None else f"of {workload.prompt_length} tokens"
-    return f"{len(workload.tests)} prompts {length} + {workload.new_tokens}"
+    length = "as they are" if workload.prompt_length is None else f"of {count_of(workload.prompt_length, 'token')}"
+    return f"{count_of(len(workload.tests), 'prompt')} {length} + {workload.new_tokens}"
+
+
+def _describe_difference(difference: Difference) -> str:
+    place = f"from token {difference.token + 1} of prompt {difference.prompt + 1} on"
+    if difference.gap is None:
+        return place
+    return f"{place}, where eager's two best logits lie {difference.gap:.2g} apart"

@@ -9,8 +9,16 @@ import typer
 
 from engine.budget import ExpertBudget
 from engine.errors import UsageError
-from finemoe_cli.console import note, write_json, write_table
-from finemoe_cli.opening import DeviceOption, DtypeOption, JsonOption, ModelOption, open_prompt_set, open_source
+from finemoe_cli.console import note, show_warnings_as_notes, write_json, write_table
+from finemoe_cli.opening import (
+    EXECUTOR_HELP,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    open_prompt_set,
+    open_source,
+)
 from finemoe_cli.quantities import parse_counts, split_list
 from finemoe_cli.settings import NO_STORE, Settings, load_settings
 from finemoe_cli.tables import OutputFormat, write_records
@@ -83,6 +91,10 @@ def bench(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    executor: Annotated[
+        str | None,
+        typer.Option("--executor", metavar="E", help=f"Comma list. {EXECUTOR_HELP}", show_default="host"),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", metavar="S", min=0, help="Shuffle the prompts first.", show_default="in order"),
@@ -94,7 +106,9 @@ def bench(
     Without a command it answers prompts with every combination of the comma
     lists. Rows for plain transformers with all experts on the device (its own
     experts code, and eager), lru, and the bounds oracle and perfect, which know
-    the future, are always there. Every row's tokens are compared with eager's.
+    the future, are always there. Every row's tokens are compared with eager's;
+    where the device's first differ from them, the gap between eager's two best
+    logits at that place is kept, too (reference_gap).
 
     The prompts, what conversations open with, are split 70/30 by a hash: the
     larger side fills the store, the other is measured. Rows are shown for a
@@ -114,6 +128,7 @@ def bench(
         finemoe bench
         finemoe bench --policies lru,lfu,finemoe --cache 5%,10%,25%,50%
         finemoe bench --model ./mixtral --cache 12GiB,24GiB -p 32,512 -n 64
+        finemoe bench --executor host,device --cache 25%,50% -n 64 -r 3
         finemoe bench --store team-maps --states warm -r 5 -o json > r.json
         finemoe bench record routing.parquet --dataset demo --limit 20
         finemoe bench replay routing.parquet --hardware h200/gpt-oss
@@ -126,14 +141,17 @@ def bench(
         raise UsageError("policies without a store are measured without one anyway: leave --store none out")
     if store is not None and capacity is not None:
         raise UsageError("--capacity is a temporary store's; one given by --store keeps its own")
-    settings = load_settings({"model": model, "device": device, "dtype": dtype})
+    settings = load_settings({"model": model, "device": device, "dtype": dtype, "executor": executor})
+    show_warnings_as_notes()
 
+    from engine.decoding import choose_executor
     from finemoe_cli.bench_plan import BenchPlan, state_named
 
     plan = BenchPlan(
         policies=_check_policies(split_list(policies, "--policies")),
         states=[state_named(name) for name in split_list(states, "--states")],
         caches=[ExpertBudget.parse(text) for text in split_list(cache, "--cache")],
+        executors=[choose_executor(name) for name in split_list(settings.executor.text, "--executor")],
         prompt_lengths=[None] if prompt_lengths is None else parse_counts(prompt_lengths, "-p"),
         new_tokens=parse_counts(new_tokens, "-n"),
         repetitions=repetitions,

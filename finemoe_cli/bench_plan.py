@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.benchmarking import STORE_STATES, StoreState
 from engine.budget import ExpertBudget
+from engine.decoding import ExecutorChoice
 from engine.errors import UsageError
 from engine.live_policies import SEARCHING, TAUGHT
 
@@ -14,17 +15,27 @@ FIRST = ("lru",)
 LAST = ("oracle", "perfect")
 """The policies that are always measured, before and after those that are asked for."""
 
+DRIVEN = {ExecutorChoice.HOST: "host-driven", ExecutorChoice.DEVICE: "device-driven"}
+"""Executors as records name them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A policy at a budget; ``state`` is None for a policy without a store."""
+    """A policy at a budget behind an executor; ``state`` is None for a policy without a store."""
 
     policy: str
     cache: ExpertBudget
     state: StoreState | None
+    executor: ExecutorChoice
 
     def describe(self) -> str:
-        return " ".join([self.policy, *([self.state.name] if self.state else []), self.cache.text])
+        return describe_row(self.policy, self.state, self.cache.text, self.executor)
+
+
+def describe_row(policy: str, state: StoreState | None, cache: str, executor: ExecutorChoice) -> str:
+    """A combination in a few words, as notes name it; the host's executor goes without saying."""
+    others = [] if executor is ExecutorChoice.HOST else [executor]
+    return " ".join([policy, *([state.name] if state else []), cache, *others])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class BenchPlan:
         policies: names asked for.
         states: in which the policies that search a store are measured.
         caches: budgets for the experts.
+        executors: who drives decode steps.
         prompt_lengths: tokens of every prompt; None takes prompts as they are.
         new_tokens: tokens generated for a prompt.
         repetitions: passes over the tests, each on a freshly opened engine.
@@ -45,6 +57,7 @@ class BenchPlan:
     policies: Sequence[str]
     states: Sequence[StoreState]
     caches: Sequence[ExpertBudget]
+    executors: Sequence[ExecutorChoice]
     prompt_lengths: Sequence[int | None]
     new_tokens: Sequence[int]
     repetitions: int
@@ -54,11 +67,12 @@ class BenchPlan:
 
     @property
     def cells(self) -> list[Cell]:
-        """Every policy at every budget, in each state if it has a store."""
+        """Every policy at every budget behind every executor, in each state if it has a store."""
         asked = [name for name in dict.fromkeys(self.policies) if name not in FIRST + LAST]
         return [
-            Cell(name, cache, state)
+            Cell(name, cache, state, executor)
             for cache in self.caches
+            for executor in self.executors
             for name in (*FIRST, *asked, *LAST)
             for state in self._states(name)
         ]

@@ -8,10 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.benchmarking import StoreState, Workload
+from engine.decoding import ExecutorChoice
 from engine.live_policies import SEARCHING, TAUGHT
 from engine.measures import Distribution, RequestMeasures
 from engine.steps import Traffic
+from engine.token_gaps import Difference
 from engine.traces import RoutingTrace
+from finemoe_cli.bench_plan import DRIVEN, describe_row
 from finemoe_cli.bench_stores import BenchStore
 from store.bench_runs import BenchRecord
 
@@ -19,12 +22,12 @@ NO_STORE = "-"
 
 COLUMNS = (
     "policy",
+    "by",
     "store",
     "cache",
     "p+n",
     "ttft_ms",
     "tpot_ms",
-    "tok/s",
     "hit",
     "late",
     "miss",
@@ -32,7 +35,7 @@ COLUMNS = (
     "wasted",
     "stall_ms",
 )
-"""What the table shows; hits and bytes are of decode, MiB those moved in a repetition."""
+"""What the table shows: by whom experts are run; hits and bytes are of decode, MiB those moved in a repetition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,13 @@ class Row:
     slots: int
     distance: int | None
 
+    @property
+    def by_device(self) -> bool:
+        return self.executor == DRIVEN[ExecutorChoice.DEVICE]
+
     def describe(self) -> str:
-        return " ".join([self.policy, *([self.state.name] if self.state else []), self.cache])
+        executor = ExecutorChoice.DEVICE if self.by_device else ExecutorChoice.HOST
+        return describe_row(self.policy, self.state, self.cache, executor)
 
 
 def describe_knowledge(row: Row, store: BenchStore, history: RoutingTrace | None) -> dict[str, Any]:
@@ -69,6 +77,17 @@ def describe_knowledge(row: Row, store: BenchStore, history: RoutingTrace | None
         "store_maps": (len(store.maps) if row.state.filled else 0) if searches and row.state else None,
         "map_capacity": store.maps.capacity if searches else None,
         "taught_iterations": history.iterations if history is not None and row.policy in TAUGHT else None,
+    }
+
+
+def describe_tokens(difference: Difference | None) -> dict[str, Any]:
+    """Whether a row's tokens are the reference's; places are counted from 0, None where there is no difference."""
+    return {
+        "tokens_equal": difference is None,
+        "differing_prompts": 0 if difference is None else difference.prompts,
+        "differing_prompt": None if difference is None else difference.prompt,
+        "differing_token": None if difference is None else difference.token,
+        "reference_gap": None if difference is None else difference.gap,
     }
 
 
@@ -132,13 +151,14 @@ def shorten_record(record: dict[str, Any]) -> dict[str, Any]:
     """A record as a line of the table."""
     prompt = record["prompt_length"] or f"~{record['prompt_tokens']:.0f}"
     return {
-        "policy": record["policy"],
+        # Whose experts a resident row runs stands beside it.
+        "policy": record["policy"].removesuffix("-eager"),
+        "by": record["executor"].removesuffix("-driven").removeprefix("transformers "),
         "store": record["store_state"],
         "cache": record["cache"],
         "p+n": f"{prompt}+{record['new_tokens']}",
         "ttft_ms": _rounded(record["ttft_ms"]),
         "tpot_ms": _rounded(record["tpot_ms"]),
-        "tok/s": _rounded(record["tokens_per_second"]),
         "hit": _percent(record["hit"]),
         "late": _percent(record["late"]),
         "miss": _percent(record["miss"]),

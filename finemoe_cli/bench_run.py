@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine.checkpoint import load_tokenizer
+from engine.decoding import drives_itself
 from engine.devices import choose_device, choose_dtype
 from engine.errors import FinemoeError, LosslessError
 from engine.footprint import ModelFootprint, measure_model
@@ -57,6 +58,8 @@ class LiveBench:
         self._source = source
         self._options = options
         device, dtype = choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config)
+        for executor in plan.executors:
+            drives_itself(executor, device)
         self._machine = identify_machine(device, dtype)
         self._versions = {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}}
         profile = find_profile(settings, source)

@@ -18,6 +18,7 @@ from finemoe_cli.opening import (
     CacheOption,
     DeviceOption,
     DtypeOption,
+    ExecutorOption,
     JsonOption,
     ModelOption,
     describe_budget,
@@ -64,12 +65,7 @@ def chat(
             show_default="the profile's, else finemoe",
         ),
     ] = None,
-    executor: Annotated[
-        str,
-        typer.Option(
-            "--executor", metavar="E", help="Who drives decode steps: host (bit for bit as transformers), device, auto."
-        ),
-    ] = "host",
+    executor: ExecutorOption = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -90,8 +86,8 @@ def chat(
     until /exit. The model's store of expert maps guides which experts are loaded
     ahead, and learns from every reply. Replies are the same whatever the budget
     and the store. They are greedy unless --temperature is above 0. With
-    --executor device or auto, a CUDA device drives decode steps itself, whose
-    sums are in another order than transformers'.
+    --executor device or auto, a CUDA device drives decode steps itself, without
+    a wait for the host; its sums are in another order than transformers'.
 
     \b
     Examples:
@@ -107,8 +103,17 @@ def chat(
         check_text(system, "the system text")
     if temperature == 0.0 and (top_p < 1.0 or top_k > 0):
         note("--top-p and --top-k have no effect at temperature 0")
-    flags = {"model": model, "cache": cache, "device": device, "dtype": dtype, "policy": policy, "store": store}
-    settings = load_settings(flags)
+    settings = load_settings(
+        {
+            "model": model,
+            "cache": cache,
+            "device": device,
+            "dtype": dtype,
+            "policy": policy,
+            "executor": executor,
+            "store": store,
+        }
+    )
     text = prompt if prompt is not None else _read_stdin()
     if text is not None:
         check_prompt(text)
@@ -122,7 +127,7 @@ def chat(
     generation = GenerationSettings(
         max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
-    with _opened_store(settings, source) as maps, open_engine(settings, source, maps, executor=executor) as engine:
+    with _opened_store(settings, source) as maps, open_engine(settings, source, maps) as engine:
         dialogue = Dialogue(engine, system, raw)
         session = ChatSession(source.name, engine, maps, dialogue, generation, stream=not no_stream, stats=stats)
         budget = describe_budget(engine, settings.cache.text)

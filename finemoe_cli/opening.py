@@ -45,6 +45,11 @@ DtypeOption = Annotated[
     str | None,
     typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.", show_default="auto"),
 ]
+EXECUTOR_HELP = (
+    "Who drives decode steps: host, token for token as transformers; device; or auto, the device wherever it can. "
+    "The device's tokens in bfloat16 have not been measured on a GPU yet."
+)
+ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="E", help=EXECUTOR_HELP, show_default="host")]
 DatasetOption = Annotated[
     str,
     typer.Option(
@@ -125,17 +130,17 @@ def open_engine(
     source: ModelSource,
     library: ExpertMapStore | None,
     trace: TraceWriter | None = None,
-    executor: str = "host",
 ) -> Engine:
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
 
     The policy is the settings'; else, where a store is open, that of the profile of the model on this machine. With the
-    profile comes its prefetch distance. Routing is recorded behind ``lru``, whatever the settings say: it is the same
-    behind any policy, and times are compared with replays of that one.
+    profile comes its prefetch distance. Routing is recorded behind ``lru`` and steps that the host drives, whatever the
+    settings say: it is the same behind any policy, and times are compared with replays of that one.
 
     Raises:
         PolicyError: the settings name no policy, or one that needs more than a store and a profile.
     """
+    from engine.decoding import ExecutorChoice
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
     from engine.policy_names import check_policies
@@ -175,7 +180,7 @@ def open_engine(
             adaptive=plan,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
-            executor=executor,
+            executor=settings.executor.text if trace is None else ExecutorChoice.HOST,
         )
 
 

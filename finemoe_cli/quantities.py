@@ -11,6 +11,11 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us)", re.ASCII)
 
 
+def count_of(number: int, noun: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def split_list(text: str, option: str) -> list[str]:
     """The parts of a comma list, each once, without blanks; raises UsageError where there is none."""
     parts = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())

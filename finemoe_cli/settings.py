@@ -51,6 +51,7 @@ class Settings:
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" or the name of a floating-point type.
         policy: by name; None for what a profile has chosen, else the store's own.
+        executor: who drives decode steps: "host", "device" or "auto".
         store: location of the store, None for the model's own below ``home``, "none" for no store.
         capacity: C, the number of expert maps a store keeps; None for the store's own.
         catalog_url: SQLAlchemy URL of the catalog, None for a SQLite file below ``home``.
@@ -62,6 +63,7 @@ class Settings:
     device: Setting
     dtype: Setting
     policy: Setting
+    executor: Setting
     store: Setting
     capacity: Setting
     catalog_url: Setting
@@ -173,6 +175,7 @@ def _defaults() -> dict[str, str | None]:
         "device": "auto",
         "dtype": "auto",
         "policy": None,
+        "executor": "host",
         "store": None,
         "capacity": None,
         "catalog_url": None,

@@ -30,6 +30,8 @@ def write_records(
 ) -> None:
     """Write records that share their names; jsonl writes each as it comes.
 
+    Ctrl-C is raised again once the records so far are written.
+
     Args:
         columns: what md shows.
         shorten: makes of a record what md shows, for names and values that people read more easily.
@@ -38,7 +40,19 @@ def write_records(
         for record in records:
             write(json.dumps(record, ensure_ascii=False) + "\n")
         return
-    rows = list(records)
+    rows: list[Row] = []
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        for record in records:
+            rows.append(record)
+    except KeyboardInterrupt as pressed:
+        interrupt = pressed
+    _write_all(rows, form, columns, shorten)
+    if interrupt is not None:
+        raise interrupt
+
+
+def _write_all(rows: Sequence[Row], form: OutputFormat, columns: Sequence[str], shorten: Callable[[Row], Row]) -> None:
     if form is OutputFormat.json:
         write_json(rows)
     elif form is OutputFormat.csv:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import DatasetError, PromptError, UsageError
-from finemoe_cli.console import note, progress, write_json, write_table
+from finemoe_cli.console import note, progress, show_warnings_as_notes, write_json, write_table
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.opening import (
     BatchOption,
@@ -61,9 +61,9 @@ def warm(
     the model's context loses its beginning.
 
     Ctrl-C keeps what is done, and the same command goes on from there; --batch,
-    --limit and --skip-bad may change in between. Device, data type and expert
-    budget come from FINEMOE_DEVICE, FINEMOE_DTYPE and FINEMOE_CACHE or the
-    configuration file.
+    --limit and --skip-bad may change in between. Device, data type, expert
+    budget and executor come from FINEMOE_DEVICE, FINEMOE_DTYPE, FINEMOE_CACHE and
+    FINEMOE_EXECUTOR or the configuration file.
 
     \b
     Examples:
@@ -72,6 +72,7 @@ def warm(
         finemoe warm --dataset prompts.jsonl --skip-bad --max-new-tokens 64 --json
         FINEMOE_CACHE=25% finemoe warm --dataset sharegpt --limit 300 --seed 1
     """
+    show_warnings_as_notes()
     settings = load_settings({"model": model, "capacity": capacity, "store": store})
     if settings.wants_no_store:
         raise UsageError("warm needs a store to fill; 'none' is for chat alone")

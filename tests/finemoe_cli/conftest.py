@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finemoe_cli.__main__ import main
 from finemoe_cli.app import run_command
+
+if not torch.cuda.is_available():
+    # Where Triton is installed without a GPU, its interpreter runs the kernels; it is chosen as they are defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 Runner = Callable[..., subprocess.CompletedProcess[str]]
 Starter = Callable[..., subprocess.Popen[str]]

@@ -3,14 +3,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.errors import FinemoeError
+from engine.policies import PreparedPolicy
+from engine.policy_names import PolicyFactory
 from engine.trace_files import read_trace
-from tests.finemoe_cli.conftest import run_here
+from tests.finemoe_cli.conftest import run_here, run_main
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,25 @@ def test_every_format_has_every_cell(trace: Path) -> None:
     table = list(csv.DictReader(io.StringIO(replay("csv"))))
     assert [(row["policy"], float(row["tpot_ms"])) for row in table] == [(r["policy"], r["tpot_ms"]) for r in lines]
     assert [line.split("|")[3].strip() for line in replay("md").splitlines()] == ["policy", "--------", "lru", "lfu"]
+
+
+@pytest.mark.parametrize("form", ["md", "csv", "json", "jsonl"])
+def test_ctrl_c_leaves_the_cells_that_are_done(trace: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    build, built = PolicyFactory.build, []
+
+    def interrupted(self: PolicyFactory, *arguments: Any) -> PreparedPolicy:
+        if len(built) == 2:
+            signal.raise_signal(signal.SIGINT)
+        built.append(arguments)
+        return build(self, *arguments)
+
+    monkeypatch.setattr(PolicyFactory, "build", interrupted)
+    cells = ("--policies", "lru,lfu,oracle", "--cache", "50%", "-o", form)
+    code, outcome = run_main(trace.parent, "bench", "replay", str(trace), *cells)
+    assert code == 130
+    assert ("lru" in outcome.stdout, "lfu" in outcome.stdout, "oracle" in outcome.stdout) == (True, True, False)
+    if form == "json":
+        assert len(json.loads(outcome.stdout)) == 2
 
 
 def test_hardware_by_numbers(trace: Path) -> None:

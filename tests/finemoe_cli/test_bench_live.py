@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.decoding import ExecutorChoice
 from engine.devices import choose_dtype
 from engine.engine import Engine
 from engine.errors import DeviceError, FinemoeError, LosslessError
@@ -20,6 +21,7 @@ from engine.resident import ResidentModel
 from engine.source import resolve_model
 from store.catalog import Catalog
 from store.profiles import save_profile
+from tests.engine.test_device_decode import read_through_the_table
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
 QUICK = ("-n", "3", "-r", "1", "--store-prompts", "3", "--test-prompts", "2")
@@ -107,7 +109,7 @@ def test_the_table_fits_120_columns(benched: tuple[Path, Outcome]) -> None:
     lines = run_here(benched[0], "bench", "show", "last").stdout.splitlines()
     assert len(lines) == 2 + 2 * len(POLICIES)
     assert max(map(len, lines)) <= 120
-    assert {line.split("|")[4].strip() for line in lines[2:]} == {"8+3", "12+3"}
+    assert {line.split("|")[5].strip() for line in lines[2:]} == {"8+3", "12+3"}
 
 
 def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_a_model_too_large_for_the_device_is_compared_with_lru(tmp_path: Path, m
     assert "left out: lru-layer 10%: " in outcome.stderr
     assert "lru-layer" not in states
     table = run_here(tmp_path, "bench", "show", "last").stdout
-    assert table.splitlines()[2].split("|")[6].strip() == "-"
+    assert table.splitlines()[2].split("|")[7].strip() == "-"
 
 
 def save_profile_here(home: Path, distance: int) -> None:
@@ -192,9 +194,53 @@ def test_ctrl_c_keeps_the_records_that_are_done(start: Starter, tmp_path: Path) 
     assert run["records"] == 2
 
 
+def test_executors_are_compared_and_the_devices_tokens_with_eagers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from engine.expert_products import ExpertProducts
+
+    # PyTorch reads the experts through the address table, as Triton's interpreter takes seconds for a token.
+    monkeypatch.setattr(ExpertProducts, "__call__", read_through_the_table)
+    plan = ("--policies", "lru", "--cache", "100%", "-p", "4", "-n", "3", "-r", "1", "--store-prompts", "1")
+    arguments = ("bench", *plan, "--test-prompts", "1", "--executor", "host,device", "--device", "cpu", "-o", "json")
+    outcome = run_here(tmp_path, *arguments, "--dtype", "float32")
+    records = json.loads(outcome.stdout)
+    rows = [(r["policy"], r["executor"]) for r in records if "resident" not in r["policy"]]
+    bounds = ("lru", "oracle", "perfect")
+    assert rows == [(name, executor) for executor in ("host-driven", "device-driven") for name in bounds]
+    assert all(r["tokens_equal"] and r["differing_prompts"] == 0 for r in records if r["policy"] != "resident")
+    assert all(r["differing_token"] is r["reference_gap"] is None for r in records if r["tokens_equal"])
+    assert "lru 100% device, 1 prompt of 4 tokens + 3" in outcome.stderr
+    # The stand-in computes in float32 alone.
+    outcome = run_here(tmp_path, *arguments, "--dtype", "bfloat16")
+    assert "warning: the host decides in every layer of this model: " in outcome.stderr
+    assert "left out: lru 100% device: the device cannot drive this model's decode steps" in outcome.stderr
+    assert not [r for r in json.loads(outcome.stdout) if r["executor"] == "device-driven"]
+    generate = Engine.generate
+
+    def wrong(self: Engine, *arguments: Any) -> Any:
+        for step in generate(self, *arguments):
+            if self.executor is ExecutorChoice.DEVICE and step.iteration == 1:
+                object.__setattr__(step, "token_ids", (0,))
+            yield step
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    outcome = run_here(tmp_path, *arguments, "--dtype", "float32")
+    device = [r for r in json.loads(outcome.stdout) if r["executor"] == "device-driven"]
+    places = {(r["tokens_equal"], r["differing_prompts"], r["differing_prompt"], r["differing_token"]) for r in device}
+    assert places == {(False, 1, 0, 1)}
+    (gap,) = {r["reference_gap"] for r in device}
+    assert gap > 0
+    told = "lru 100% device chose other tokens than resident-eager, from token 2 of prompt 1 on, where eager's two "
+    assert f"{told}best logits lie {gap:.2g} apart" in outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--executor", "gpu"), "no executor 'gpu': give auto, host, device"),
+        (("--executor", ","), "--executor is an empty list"),
         (("--policies", "lfru"), "no policy 'lfru'"),
         (("--policies", ","), "--policies is an empty list"),
         (("--states", "hot"), "no store state 'hot'; there are cold, fresh, warm, online"),

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import UsageError
+from finemoe_cli.env import collect_environment
 from finemoe_cli.settings import SettingsError, config_file, load_settings
+from tests.finemoe_cli.conftest import run_here
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("HOME", "MODEL", "CACHE", "DEVICE", "DTYPE", "STORE", "CAPACITY", "CATALOG_URL", "CONFIG"):
+    for name in ("HOME", "MODEL", "CACHE", "DEVICE", "DTYPE", "EXECUTOR", "STORE", "CAPACITY", "CATALOG_URL", "CONFIG"):
         monkeypatch.delenv(f"FINEMOE_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
@@ -42,6 +45,24 @@ def test_flag_before_environment_before_file_before_default(monkeypatch: pytest.
     assert (flagged.cache.value, flagged.cache.origin) == ("30%", "flag --cache")
     assert (flagged.device.value, flagged.device.origin) == ("cpu", f"file {file}")
     assert (flagged.dtype.value, flagged.dtype.origin) == ("auto", "default")
+
+
+def test_the_executor_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (load_settings().executor.value, load_settings().executor.origin) == ("host", "default")
+    file = write_config('executor = "auto"\n')
+    assert (load_settings().executor.value, load_settings().executor.origin) == ("auto", f"file {file}")
+    monkeypatch.setenv("FINEMOE_EXECUTOR", "device")
+    assert collect_environment()["settings"]["executor"] == {
+        "value": "device",
+        "origin": "environment FINEMOE_EXECUTOR",
+    }
+
+
+@pytest.mark.parametrize("arguments", [("chat", "-p", "hi"), ("bench",)])
+def test_the_devices_executor_needs_a_gpu(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    chosen = {"FINEMOE_EXECUTOR": "device", "TRITON_INTERPRET": "0"}
+    with pytest.raises(UsageError, match="needs a CUDA device, not cpu: give --executor host or auto"):
+        run_here(tmp_path, *arguments, "--device", "cpu", **chosen)
 
 
 def test_empty_environment_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
