@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +21,6 @@ from engine.shards import INDEX_NAME, Shard, ShardReader, read_shard
 from engine.source import ModelSource
 
 Progress = Callable[[int, int], None]
-
-_READERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,9 +86,7 @@ def load_model(
         ) from error
     report(total - expert_bytes, total)
     experts = HostExperts(layouts, layers[0].num_experts)
-    _read_experts(experts, planned, source, lambda done: report(total - expert_bytes + done, total))
-    if device.type == "cuda":
-        experts.pin()
+    _read_experts(experts, planned, source, device, lambda done: report(total - expert_bytes + done, total))
     return LoadedModel(
         model=model,
         layers=find_moe_layers(model),
@@ -104,27 +98,22 @@ def load_model(
 
 
 def _read_experts(
-    experts: HostExperts, planned: tuple[ExpertParameter, ...], source: ModelSource, done: Callable[[int], None]
+    experts: HostExperts,
+    planned: tuple[ExpertParameter, ...],
+    source: ModelSource,
+    device: torch.device,
+    done: Callable[[int], None],
 ) -> None:
-    def read(parameter: ExpertParameter) -> int:
-        layout = experts.layout(parameter.layer)
-        targets = [
-            layout.views(experts.buffer(parameter.layer, expert))[parameter.name] for expert in range(experts.experts)
-        ]
-        parameter.read(reader, targets)
-        return sum(target.nbytes for target in targets)
+    of_layer = [[p for p in planned if p.layer == layer] for layer in range(experts.layers)]
 
-    finished = 0
+    def read(layer: int, numbers: range) -> None:
+        views = [experts.layout(layer).views(experts.buffer(layer, number)) for number in numbers]
+        for parameter in of_layer[layer]:
+            parameter.read(reader, [view[parameter.name] for view in views], numbers.start)
+
+    mixed = {parameter.layer for parameter in planned if parameter.mixes_experts()}
     with ShardReader(source.shards) as reader:
-        pool = ThreadPoolExecutor(_READERS)
-        try:
-            for task in as_completed([pool.submit(read, parameter) for parameter in planned]):
-                finished += task.result()
-                done(finished)
-        finally:
-            # A fault or Ctrl-C must not wait for gigabytes that nobody will use.
-            pool.shutdown(cancel_futures=True)
-    done(experts.total_bytes)
+        experts.fill(read, device, mixed, done)
 
 
 def _load_dense(source: ModelSource, dtype: torch.dtype, where: str) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from engine.families import MoELayer, expert_parameters
 from engine.shards import Shard, ShardReader, TensorLocation
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CONVERTED_AT_ONCE = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -42,16 +43,21 @@ class ExpertParameter:
     converter: WeightConverter | None = None
     sources: dict[str, list[TensorLocation]] = field(default_factory=dict)
 
-    def read(self, reader: ShardReader, targets: Sequence[torch.Tensor]) -> None:
-        """Fill one contiguous tensor an expert (``shape``, ``dtype``) from the checkpoint.
+    def mixes_experts(self) -> bool:
+        """Whether the family's conversion needs all experts at once."""
+        return not self._concatenates_rows() and not self._converts_experts_alone()
 
-        Only one expert's tensors are held besides the targets, unless the family's conversion mixes experts.
+    def read(self, reader: ShardReader, targets: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Fill contiguous tensors (``shape``, ``dtype``) of the experts from number ``first`` on from the checkpoint.
+
+        Tensors stored as the model computes go straight where they belong, others by way of a few MiB; where an
+        expert's are interleaved it is by way of that expert. A conversion that mixes experts takes all targets.
         """
-        if self.converter is None or self._concatenates_rows():
-            for expert, target in enumerate(targets):
+        if self._concatenates_rows():
+            for expert, target in enumerate(targets, first):
                 self._read_rows(reader, expert, target)
         elif self._converts_experts_alone():
-            for expert, target in enumerate(targets):
+            for expert, target in enumerate(targets, first):
                 stored = {pattern: [self._load(reader, found, expert)] for pattern, found in self.sources.items()}
                 self._place(self._convert(self.converter, stored), [target])
         else:
@@ -130,10 +136,12 @@ class ExpertParameter:
             first = 0 if self._is_per_expert() else expert * rows.numel()
             if location.dtype == self.dtype:
                 reader.read_into(rows, location, first)
-            else:
-                stored = torch.empty(rows.shape, dtype=location.dtype)
+                continue
+            for piece in rows.split(max(1, _CONVERTED_AT_ONCE // max(1, rows[0].numel()))):
+                stored = torch.empty(piece.shape, dtype=location.dtype)
                 reader.read_into(stored, location, first)
-                rows.copy_(stored)
+                piece.copy_(stored)
+                first += piece.numel()
 
     def _load(self, reader: ShardReader, found: list[TensorLocation], expert: int) -> torch.Tensor:
         """One expert's stored tensor; with a leading dimension of 1 if it is cut from a tensor of all experts."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
+
+from engine.page_locks import PageLocks
+from engine.threads import usable_threads
 
 ALIGNMENT = 64
 """Bytes to which each tensor of an expert, and so each buffer and slot, is aligned."""
 
-_CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES = 128 << 20
 _PAGE_BYTES = 4096
 
 
@@ -55,6 +60,15 @@ class ExpertLayout:
         }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class HostChunk:
+    """Consecutive experts of a layer, whole, in uint8 memory that is page-locked in one piece."""
+
+    layer: int
+    experts: range
+    memory: torch.Tensor
+
+
 class HostExperts:
     """The one copy of a model's experts in host memory.
 
@@ -67,14 +81,18 @@ class HostExperts:
     """
 
     def __init__(self, layouts: Sequence[ExpertLayout], experts: int) -> None:
-        """Reserve memory for ``experts`` experts in each layer; the contents are for the loader to fill."""
+        """Reserve memory for ``experts`` experts in each layer; the system provides it when ``fill`` writes it.
+
+        Raises MemoryError if there is no such address range.
+        """
         self.layers = len(layouts)
         self.experts = experts
         self.expert_bytes = max(layout.nbytes for layout in layouts)
         self.total_bytes = sum(layout.nbytes for layout in layouts) * experts
         self.pinned = False
         self._layouts = tuple(layouts)
-        self._chunks, self._buffers = _reserve([layout.nbytes for layout in layouts for _ in range(experts)])
+        self._chunks = tuple(_reserve(layouts, experts))
+        self._buffers = [part for c in self._chunks for part in c.memory.split(layouts[c.layer].nbytes)]
 
     def layout(self, layer: int) -> ExpertLayout:
         return self._layouts[layer]
@@ -83,61 +101,70 @@ class HostExperts:
         """The expert's bytes, uint8 [layout(layer).nbytes]."""
         return self._buffers[layer * self.experts + expert]
 
-    def touch(self) -> None:
-        """Have the system provide the memory now, by as many threads as PyTorch uses; contents become zero."""
-        for chunk in self._chunks:
-            chunk.zero_()
+    def fill(
+        self,
+        write: Callable[[int, range], None],
+        device: torch.device,
+        whole_layers: Container[int] = (),
+        done: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Have several threads write the experts, and page-lock for CUDA what is written while others still write.
 
-    def pin(self) -> None:
-        """Page-lock the memory for CUDA, chunk by chunk; warn and leave it pageable if the system refuses."""
-        runtime = torch.cuda.cudart()
-        locked: list[int] = []
-        for chunk in self._chunks:
-            status = int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.numel(), 0))
-            if status != 0:
-                _unlock(locked)
-                _clear_cuda_error()
-                warnings.warn(
-                    f"{self.total_bytes / 2**30:.1f} GiB of experts could not be page-locked (CUDA error {status}); "
-                    "copies to the GPU will be several times slower. Raise the locked-memory limit (ulimit -l).",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return
-            locked.append(chunk.data_ptr())
-        self.pinned = True
-        weakref.finalize(self, _unlock, locked)
+        Writing first is what makes the system provide the memory; that, too, is shared by the threads. If the system
+        refuses to lock, a warning says so and the memory stays pageable.
+
+        Args:
+            write: fills the buffers of these experts of a layer, each once; called in any order.
+            device: where the experts are copied to.
+            whole_layers: layers whose experts are written in one call.
+            done: told the bytes written so far, on this thread.
+        """
+        locks = None
+        if device.type == "cuda":
+            locks = PageLocks(device)
+            weakref.finalize(self, locks.release)
+
+        def fill_together(chunks: list[HostChunk]) -> int:
+            write(chunks[0].layer, range(chunks[0].experts.start, chunks[-1].experts.stop))
+            if locks is not None:
+                for chunk in chunks:
+                    locks.lock(chunk.memory)
+            return sum(chunk.memory.numel() for chunk in chunks)
+
+        groups = groupby(self._chunks, lambda c: (c.layer, 0 if c.layer in whole_layers else c.experts.start))
+        filled = 0
+        pool = ThreadPoolExecutor(usable_threads())
+        try:
+            for task in as_completed([pool.submit(fill_together, list(chunks)) for _, chunks in groups]):
+                filled += task.result()
+                done(filled)
+        finally:
+            # A fault or Ctrl-C must not wait for gigabytes that nobody will use.
+            pool.shutdown(cancel_futures=True)
+        if locks is None:
+            return
+        status = locks.conclude()
+        self.pinned = not status
+        if status:
+            warnings.warn(
+                f"{self.total_bytes / 2**30:.1f} GiB of experts could not be page-locked (CUDA error {status}); "
+                "copies to the GPU will be several times slower. Raise the locked-memory limit (ulimit -l).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
-def _reserve(sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Page-aligned chunks that hold buffers of the given sizes, none across two chunks; untouched memory."""
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for size in sizes:
-        if groups[-1] and filled + size > _CHUNK_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(size)
-        filled += size
-    chunks, buffers = [], []
-    for group in groups:
-        memory = torch.empty(sum(group) + _PAGE_BYTES, dtype=torch.uint8)
-        start = -memory.data_ptr() % _PAGE_BYTES
-        chunk = memory[start : start + sum(group)]
-        chunks.append(chunk)
-        buffers += chunk.split(group)
-    return chunks, buffers
-
-
-def _unlock(addresses: Sequence[int]) -> None:
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _clear_cuda_error() -> None:
-    """Let the refused call's error surface here; it would else be raised by the next, unrelated CUDA call."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+def _reserve(layouts: Sequence[ExpertLayout], experts: int) -> Iterator[HostChunk]:
+    """Memory for all experts, untouched, in chunks that begin on a page; no expert lies across two."""
+    for layer, layout in enumerate(layouts):
+        count = max(1, _CHUNK_BYTES // layout.nbytes)
+        for first in range(0, experts, count):
+            members = range(first, min(first + count, experts))
+            size = len(members) * layout.nbytes
+            # NumPy asks Linux for huge pages, which are provided several times faster than small ones.
+            memory = torch.from_numpy(np.empty(size + _PAGE_BYTES, np.uint8))
+            start = -memory.data_ptr() % _PAGE_BYTES
+            yield HostChunk(layer, members, memory[start : start + size])
 
 
 def _round_up(number: int, multiple: int) -> int:

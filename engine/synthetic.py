@@ -134,9 +134,12 @@ def build_dense(config: PreTrainedConfig, width: str, device: torch.device, dtyp
 
 def _fill(experts: HostExperts, device: torch.device, dtype: torch.dtype) -> None:
     """Random weights, made on the device a layer at a time and copied down."""
-    experts.touch()
-    if device.type == "cuda":
-        experts.pin()
+
+    def clear(layer: int, numbers: range) -> None:
+        for number in numbers:
+            experts.buffer(layer, number).zero_()
+
+    experts.fill(clear, device)
     random = torch.randn(experts.expert_bytes // dtype.itemsize, device=device, dtype=dtype) * _SCALE
     for layer in range(experts.layers):
         size = experts.layout(layer).nbytes

@@ -53,6 +53,7 @@ def test_logits_and_ids_equal_eager_on_the_device(name: str, dtype: str) -> None
 @pytest.mark.parametrize("slots", [2, 5, L * J])
 def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: int, pinned: bool) -> None:
     """Large experts filled with their own number, short kernels, every transfer racing the computation."""
+    device = torch.device("cuda")
     size = 6 * 2**20
     layout = ExpertLayout.pack({"up_proj": ((size // 4,), torch.float32)})
     host = HostExperts([layout] * L, J)
@@ -60,9 +61,8 @@ def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: in
         for expert in range(J):
             layout.views(host.buffer(layer, expert))["up_proj"].fill_(layer * J + expert + 1)
     if pinned:
-        host.pin()
+        host.fill(lambda layer, experts: None, device)
         assert host.pinned
-    device = torch.device("cuda")
     memory = DeviceSlots(host, slots, device)
     for slot in range(slots):
         memory.bytes_of(slot, 0, size).fill_(255)

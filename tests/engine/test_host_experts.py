@@ -70,8 +70,8 @@ def test_no_expert_lies_across_two_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(host_experts, "_CHUNK_BYTES", 10_000)
     layout = ExpertLayout.pack({"w": ((33, 33), torch.float32)})
     host = HostExperts([layout, layout], 5)
-    spans = [(chunk.data_ptr(), chunk.data_ptr() + chunk.numel()) for chunk in host._chunks]
-    assert len(spans) == 5
+    spans = [(c.memory.data_ptr(), c.memory.data_ptr() + c.memory.numel()) for c in host._chunks]
+    assert len(spans) == 6
     assert all(start % 4096 == 0 for start, _ in spans)
     for layer in range(2):
         for expert in range(5):
@@ -80,13 +80,53 @@ def test_no_expert_lies_across_two_chunks(monkeypatch: pytest.MonkeyPatch) -> No
             assert sum(inside) == 1
 
 
+@given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 20_000), st.sets(st.integers(0, 2)))
+def test_every_expert_is_written_once(layers: int, experts: int, chunk_bytes: int, whole: set[int]) -> None:
+    layout = ExpertLayout.pack({"w": ((33, 33), torch.float32)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_experts, "_CHUNK_BYTES", chunk_bytes)
+        host = HostExperts([layout] * layers, experts)
+    for layer in range(layers):
+        for expert in range(experts):
+            host.buffer(layer, expert).zero_()
+    calls: list[tuple[int, range]] = []
+
+    def write(layer: int, numbers: range) -> None:
+        calls.append((layer, numbers))
+        for expert in numbers:
+            host.buffer(layer, expert).add_(layer * 7 + expert + 1)
+
+    told: list[int] = []
+    host.fill(write, torch.device("cpu"), whole, told.append)
+    assert all((host.buffer(x, e) == x * 7 + e + 1).all() for x in range(layers) for e in range(experts))
+    assert all(numbers == range(experts) for layer, numbers in calls if layer in whole)
+    assert all(len(numbers) <= max(1, chunk_bytes // layout.nbytes) for layer, numbers in calls if layer not in whole)
+    assert told == sorted(told)
+    assert (len(told), told[-1]) == (len(calls), host.total_bytes)
+
+
+def test_a_fault_while_writing_is_raised() -> None:
+    host = HostExperts([ExpertLayout.pack({"w": ((9,), torch.float32)})] * 50, 1)
+
+    def write(layer: int, numbers: range) -> None:
+        if layer == 20:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        host.fill(write, torch.device("cpu"))
+
+
+def leave(layer: int, numbers: range) -> None:
+    """Writes nothing: what is there is page-locked."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_page_locked_experts_copy_and_are_let_go() -> None:
     layout = ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})
     host = HostExperts([layout] * 2, 4)
     host.buffer(1, 3).fill_(7)
-    host.pin()
+    host.fill(leave, torch.device("cuda"))
     assert host.pinned
     copied = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
     copied.copy_(host.buffer(1, 3), non_blocking=True)
@@ -101,14 +141,19 @@ def test_page_locked_experts_copy_and_are_let_go() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_refused_page_locking_leaves_usable_memory_and_no_error() -> None:
-    host = HostExperts([ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})], 4)
+def test_refused_page_locking_leaves_usable_memory_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many chunks is refused: the others, whether locked before or behind it, are let go as well."""
+    layout = ExpertLayout.pack({"w": ((256, 256), torch.bfloat16)})
+    monkeypatch.setattr(host_experts, "_CHUNK_BYTES", layout.nbytes)
+    host = HostExperts([layout], 40)
     runtime = torch.cuda.cudart()
-    taken = host.buffer(0, 2)
+    taken = host.buffer(0, 20)
     assert int(runtime.cudaHostRegister(taken.data_ptr(), taken.numel(), 0)) == 0
     with pytest.warns(RuntimeWarning, match="could not be page-locked"):
-        host.pin()
+        host.fill(leave, torch.device("cuda"))
     assert not host.pinned
     host.buffer(0, 1).fill_(5)
     assert (host.buffer(0, 1).to("cuda") == 5).all()
     runtime.cudaHostUnregister(taken.data_ptr())
+    host.fill(leave, torch.device("cuda"))
+    assert host.pinned, "nothing is locked any more, so that all can be"
