@@ -11,11 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from engine.address_table import AddressTable
 from engine.expert_products import ExpertProducts
 from engine.families import MoELayer, router_scores
 from engine.mailbox import Mailbox
 from engine.observer import GateObserver
+from engine.table_keeper import TableKeeper
 
 IMPLEMENTATION = "finemoe-device"
 
@@ -34,7 +34,7 @@ class CapturedExperts:
         model: PreTrainedModel,
         layers: Sequence[MoELayer],
         products: Sequence[ExpertProducts],
-        table: AddressTable,
+        keeper: TableKeeper,
         mailbox: Mailbox,
         observer: GateObserver,
         gate_inputs: bool,
@@ -43,7 +43,7 @@ class CapturedExperts:
         self._model = model
         self._layers = layers
         self._products = products
-        self._table = table
+        self._keeper = keeper
         self._mailbox = mailbox
         self._observer = observer
         self._gate_inputs = gate_inputs
@@ -79,9 +79,10 @@ class CapturedExperts:
         """Experts of one layer: hidden [T, H], ids and weights [T, K] -> [T, H]."""
         ids, weights = ids.contiguous(), weights.contiguous()
         scores, inputs = self._scores.pop(layer, None), self._inputs.pop(layer, None)
-        self._beside(lambda: self._mailbox.post_gate(layer, self._table, ids, weights, scores, inputs))
-        self._kept += [ids, weights, scores, inputs]
-        return self._products[layer](layer, hidden, ids, weights)
+        routes = self._keeper.resolve(layer, ids)
+        self._beside(lambda: self._mailbox.post_gate(layer, ids, routes, weights, scores, inputs))
+        self._kept += [ids, routes, weights, scores, inputs]
+        return self._products[layer](layer, routes, hidden, ids, weights)
 
     def finish(self) -> None:
         """Queue the end of the token behind everything it wrote."""

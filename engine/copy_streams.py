@@ -1,4 +1,4 @@
-"""Carrying out what the slot ledger queues: bytes, and behind them the switch of a table entry."""
+"""Bringing experts to slots nobody reads, beside the running tokens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections import deque
 
 import torch
 
-from engine.address_table import AddressTable
 from engine.host_experts import HostExperts
-from engine.slot_ledger import CopyStream
+from engine.slot_life import CopyStream
 from engine.slots import DeviceSlots
 
 
 class CudaCopies:
     """One CUDA stream on the copy engine."""
 
-    def __init__(self, host: HostExperts, slots: DeviceSlots, table: AddressTable, device: torch.device) -> None:
+    def __init__(self, host: HostExperts, slots: DeviceSlots, device: torch.device) -> None:
         self._host = host
         self._slots = slots
-        self._table = table
         self._stream = torch.cuda.Stream(device)
         self._queued = 0
         self._under_way: deque[torch.cuda.Event] = deque()
@@ -26,55 +24,37 @@ class CudaCopies:
     def fill(self, key: int, slot: int) -> int:
         layer, expert = divmod(key, self._host.experts)
         source = self._host.buffer(layer, expert)
+        event = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             self._slots.bytes_of(slot, 0, len(source)).copy_(source, non_blocking=True)
-            self._table.switch(key, slot)
-            return self._mark()
-
-    def point_home(self, key: int) -> int:
-        with torch.cuda.stream(self._stream):
-            self._table.point_home(key)
-            return self._mark()
+            event.record(self._stream)
+        self._under_way.append(event)
+        self._queued += 1
+        return self._queued
 
     def completed(self) -> int:
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         return self._queued - len(self._under_way)
 
-    def _mark(self) -> int:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        self._under_way.append(event)
-        self._queued += 1
-        return self._queued
-
 
 class HostCopies:
     """The device is a second region of main memory; a copy is done when the call returns."""
 
-    def __init__(self, host: HostExperts, slots: DeviceSlots, table: AddressTable) -> None:
+    def __init__(self, host: HostExperts, slots: DeviceSlots) -> None:
         self._host = host
         self._slots = slots
-        self._table = table
         self._done = 0
 
     def fill(self, key: int, slot: int) -> int:
         source = self._host.buffer(*divmod(key, self._host.experts))
         self._slots.bytes_of(slot, 0, len(source)).copy_(source)
-        self._table.switch(key, slot)
-        return self._mark()
-
-    def point_home(self, key: int) -> int:
-        self._table.point_home(key)
-        return self._mark()
+        self._done += 1
+        return self._done
 
     def completed(self) -> int:
         return self._done
 
-    def _mark(self) -> int:
-        self._done += 1
-        return self._done
 
-
-def open_copies(host: HostExperts, slots: DeviceSlots, table: AddressTable, device: torch.device) -> CopyStream:
-    return CudaCopies(host, slots, table, device) if device.type == "cuda" else HostCopies(host, slots, table)
+def open_copies(host: HostExperts, slots: DeviceSlots, device: torch.device) -> CopyStream:
+    return CudaCopies(host, slots, device) if device.type == "cuda" else HostCopies(host, slots)

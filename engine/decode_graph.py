@@ -26,11 +26,15 @@ class DecodeGraph:
         ids: int64 [B, 1], the tokens to run; the caller sets them before each step.
         logits: [B, V], of the step run last.
         batch, length: B, and the tokens a sequence may have.
+        lands: whether missing experts may land in slots; what is captured depends on it.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int, length: int, cache_name: str, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, batch: int, length: int, cache_name: str, lands: bool, device: torch.device
+    ) -> None:
         self.batch = batch
         self.length = length
+        self.lands = lands
         self._model = model
         self._device = device
         self._cache_name = cache_name

@@ -22,15 +22,18 @@ from engine.host_experts import HostExperts
 from engine.kernel_check import check_products
 from engine.mailbox import DEPTH, Mailbox
 from engine.matcher import Matcher, PrefetchSink
-from engine.observer import GateObserver, Iteration
+from engine.observer import GateObserver, Iteration, Subscriber
 from engine.sampling import Sampler
 from engine.slot_ledger import SlotLedger
+from engine.slot_orders import SlotOrders
 from engine.slots import DeviceSlots
 from engine.steps import Traffic
 from engine.steward import Steward
+from engine.table_keeper import TableKeeper
 
 _LENGTH_STEP = 256
-_SPARE_SHARE = 16
+_SPARE = 4
+_LAYERS_AHEAD = 2
 
 
 class SlotLender(PrefetchSink, Protocol):
@@ -62,6 +65,7 @@ class DeviceDecoder:
         accumulation: Accumulation,
         observer: GateObserver,
         matcher: Matcher | None,
+        subscriber: Subscriber | None,
         partitions: int,
         gate_inputs: bool,
         device: torch.device,
@@ -77,21 +81,22 @@ class DeviceDecoder:
         self._matcher = matcher
         self._host = host
         self._accumulation = accumulation
+        self._keys = host.layers * host.experts
         self._table = AddressTable(host, slots, device)
+        self._orders = SlotOrders(partitions, device)
+        self._keeper = TableKeeper(self._table, self._orders, host.layers, host.experts, partitions)
         forms = [find_form(layer, host.layout(layer.index)) for layer in layers]
-        shared = {
-            form: ExpertProducts(form, self._table.entries, accumulation, *choose_tiles(form)) for form in set(forms)
-        }
+        shared = {form: ExpertProducts(form, self._keeper, accumulation, *choose_tiles(form)) for form in set(forms)}
         self._products = [shared[form] for form in forms]
-        self._checked: set[tuple[ExpertForm, int]] = set()
-        keys = host.layers * host.experts
-        copies = open_copies(host, slots, self._table, device)
-        spare = 0 if slots.count >= keys else max(1, slots.count // _SPARE_SHARE)
-        if (slots.count - spare) // partitions < 1:
-            raise CaptureError(f"{slots.count} expert slots are too few to replace one while a token runs")
-        ledger = SlotLedger(keys, slots.count, spare, rule, copies, self, partitions)
+        self._checked: set[tuple[ExpertForm, int, bool]] = set()
+        # Only prefetches are copied; what is missed lands where another leaves.
+        copied = matcher is not None and slots.count < self._keys
+        spare = min(_SPARE, (slots.count - partitions) // 4) if copied else 0
+        copies = open_copies(host, slots, device)
+        ahead = _LAYERS_AHEAD * layers[0].top_k
+        ledger = SlotLedger(self._keys, slots.count, spare, ahead, rule, copies, self._orders, partitions)
         sizes = [host.layout(layer).nbytes for layer in range(host.layers)]
-        self._steward = Steward(layers, sizes, ledger, rule, matcher)
+        self._steward = Steward(layers, sizes, ledger, rule, subscriber)
         self._graph: DecodeGraph | None = None
         self._mailbox: Mailbox | None = None
         self._chosen = torch.zeros(DEPTH, MAX_TOKENS, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -105,12 +110,6 @@ class DeviceDecoder:
     def traffic(self) -> Traffic:
         """Expert traffic of all tokens booked so far."""
         return self._steward.traffic
-
-    def handed_over(self) -> int:
-        return self._handed_over
-
-    def ended(self) -> int:
-        return self._ended
 
     def accepts(self, batch: int) -> bool:
         return batch <= MAX_TOKENS
@@ -129,6 +128,25 @@ class DeviceDecoder:
         Raises:
             CaptureError: the model's forward needs the host, or the kernels do not compute its experts.
         """
+        residents = self._lender.lend_slots()
+        self._keeper.lands = len(residents) < self._keys
+        try:
+            return self._begin(cache_name, cache, inputs, new_tokens, sample, residents)
+        except BaseException:
+            self._lender.take_back(residents)
+            raise
+
+    def _begin(
+        self,
+        cache_name: str,
+        cache: Any,
+        inputs: Mapping[str, torch.Tensor],
+        new_tokens: int,
+        sample: Sampler,
+        residents: Mapping[int, int],
+    ) -> DeviceSteps:
+        # Capturing runs the step, and must not find words of an earlier reply.
+        self._orders.reset()
         mask = inputs["attention_mask"][:, :-1]
         batch, length = mask.shape[0], mask.shape[1] + new_tokens
         graph = self._fitting_graph(batch, length, cache_name)
@@ -143,8 +161,6 @@ class DeviceDecoder:
         self._mailbox.reset()
         self._handed_over = self._ended = 0
         self._sample = sample
-        residents = self._lender.lend_slots()
-        self._synchronize()
         if self._matcher is not None:
             self._matcher.sink = self._steward
         self._table.write(self._steward.begin(self._mailbox, residents))
@@ -179,8 +195,7 @@ class DeviceDecoder:
             return
         self._reply = None
         self._synchronize()
-        self._ended = self._handed_over
-        residents = self._steward.end()
+        residents = self._steward.end(self._handed_over)
         if self._matcher is not None:
             self._matcher.sink = self._lender
         self._lender.take_back(residents)
@@ -205,10 +220,11 @@ class DeviceDecoder:
 
     def _fitting_graph(self, batch: int, length: int, cache_name: str) -> DecodeGraph:
         graph = self._graph
-        if graph is not None and graph.batch == batch and graph.length >= length:
+        same = graph is not None and (graph.batch, graph.lands) == (batch, self._keeper.lands)
+        if graph is not None and same and graph.length >= length:
             return graph
         rounded = -(-length // _LENGTH_STEP) * _LENGTH_STEP
-        return DecodeGraph(self._model, batch, rounded, cache_name, self._device)
+        return DecodeGraph(self._model, batch, rounded, cache_name, self._keeper.lands, self._device)
 
     def _capture(self, graph: DecodeGraph) -> Mailbox:
         self._check(graph.batch)
@@ -218,7 +234,7 @@ class DeviceDecoder:
             self._model,
             self._layers,
             self._products,
-            self._table,
+            self._keeper,
             mailbox,
             self._observer,
             self._gate_inputs,
@@ -228,11 +244,12 @@ class DeviceDecoder:
         return mailbox
 
     def _check(self, tokens: int) -> None:
-        """Try the kernels of every form on the first layer that has it, once for each number of tokens."""
-        for layer, products in zip(self._layers, self._products, strict=True):
-            if (products.form, tokens) not in self._checked:
-                self._checked.add((products.form, tokens))
-                check_products(products.form, layer, self._host, self._table, self._accumulation, tokens, self._device)
+        """Try the kernels of every form on the first layer that has it, once as they are compiled for these tokens."""
+        lands = self._keeper.lands
+        for layer, form in zip(self._layers, (products.form for products in self._products), strict=True):
+            if (form, tokens, lands) not in self._checked:
+                self._checked.add((form, tokens, lands))
+                check_products(form, layer, self._host, self._accumulation, tokens, lands, self._device)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

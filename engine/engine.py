@@ -141,6 +141,7 @@ class Engine:
                 accumulation,
                 self._observer,
                 None if self._matcher is None else matcher,
+                self._matcher,
                 partitions,
                 chosen.needs_gate_inputs,
                 self.device,

@@ -2,6 +2,7 @@
 
 Memory-bound by design: an expert's weights are read once, by the programs of the first (token, rank) pair routed to
 it, whatever the number of its tokens. Sums are float32; a single token's state between the projections is, too.
+What is read from host memory is written to the slot it lands in, if it has one, by the program that reads it.
 
 Shapes: T tokens, K experts a token, pair p = token * K + rank, hidden size H, intermediate size I.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from engine.table_kernels import settle
 
 
 @triton.jit
@@ -43,27 +46,17 @@ def _activate(gate, up, alpha, limit, GATED: tl.constexpr, ACTIVATION: tl.conste
 
 
 @triton.jit
-def _reads_expert(ids, pair, expert, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr):
-    """Whether this pair is the first one routed to its expert."""
-    others = tl.arange(0, PAIRS_PAD)
-    routed = tl.load(ids + others, mask=others < PAIRS, other=-1)
-    return tl.min(tl.where(routed == expert, others, PAIRS_PAD), axis=0) == pair
-
-
-@triton.jit
 def expand(
-    table,
+    routes,
     ids,
     hidden,
     states,
-    first_key,
     alpha,
     limit,
-    EXPERTS: tl.constexpr,
+    LANDS: tl.constexpr,
     TOKENS: tl.constexpr,
     TOKENS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
-    PAIRS_PAD: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -79,19 +72,19 @@ def expand(
 ):
     """First projection and activation: ids [T * K], hidden [T, H] -> states float32 [T * K, I].
 
-    table int64: addresses of experts, this layer's from ``first_key`` on. Offsets are bytes from an expert's address,
-    BIAS_OFFSET -1 where there is none. Row n of the gate is row n * GATE_STEP of the weight, its row of the other
-    half GATE_SHIFT further.
+    routes: see ``resolve``; LANDS whether some may land. Offsets are bytes from an expert's address, BIAS_OFFSET -1
+    where there is none. Row n of the gate is row n * GATE_STEP of the weight, its row of the other half GATE_SHIFT
+    further.
     """
     pair = tl.program_id(0)
-    expert = tl.load(ids + pair)
-    if expert >= EXPERTS:
+    address = tl.load(routes + pair)
+    if address == 0:
         return
-    if TOKENS > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if not _reads_expert(ids, pair, expert, TOKENS * TOP_K, PAIRS_PAD):
-            return
-    address = tl.load(table + first_key + expert)
+    expert = tl.load(ids + pair)
+    landing = tl.load(routes + TOKENS * TOP_K + pair)
+    lands = landing != 0
     weight = tl.multiple_of((address + WEIGHT_OFFSET).to(hidden.dtype), 16)
+    landed = tl.multiple_of((landing + WEIGHT_OFFSET).to(hidden.dtype), 16)
     rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_mask = rows < SIZE_OUT
     row_starts = (rows * GATE_STEP)[:, None] * STRIDE_OUT
@@ -107,20 +100,24 @@ def expand(
         columns = start + inner
         column_mask = columns < SIZE_IN
         mask = row_mask[:, None] & column_mask[None, :]
-        places = weight + row_starts + columns[None, :] * STRIDE_IN
-        gate = tl.load(places, mask=mask, other=0.0)
+        places = row_starts + columns[None, :] * STRIDE_IN
+        gate = tl.load(weight + places, mask=mask, other=0.0)
+        if LANDS:
+            tl.store(landed + places, gate, mask=mask & lands)
+        if GATED:
+            up = tl.load(weight + places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
+            if LANDS:
+                tl.store(landed + places + GATE_SHIFT * STRIDE_OUT, up, mask=mask & lands)
         if TOKENS == 1:
             x = tl.load(hidden + columns, mask=column_mask, other=0.0).to(tl.float32)
             gate_sum += gate.to(tl.float32) * x[None, :]
             if GATED:
-                up = tl.load(places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
                 up_sum += up.to(tl.float32) * x[None, :]
         else:
             x_mask = column_mask[:, None] & (tokens < TOKENS)[None, :]
             x = tl.load(hidden + tokens[None, :] * SIZE_IN + columns[:, None], mask=x_mask, other=0.0)
             gate_sum = tl.dot(gate, x, gate_sum, input_precision="ieee")
             if GATED:
-                up = tl.load(places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
                 up_sum = tl.dot(up, x, up_sum, input_precision="ieee")
     if TOKENS == 1:
         gate_sum = tl.sum(gate_sum, axis=1)[:, None]
@@ -130,10 +127,16 @@ def expand(
     up_sum = _round(up_sum, dtype)
     if BIAS_OFFSET >= 0:
         bias = (address + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
-        gate_sum = _round(gate_sum + tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None], dtype)
+        landed_bias = (landing + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
+        gate_bias = tl.load(bias, mask=row_mask, other=0.0)
+        gate_sum = _round(gate_sum + gate_bias.to(tl.float32)[:, None], dtype)
+        if LANDS:
+            tl.store(landed_bias, gate_bias, mask=row_mask & lands)
         if GATED:
-            other = tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0).to(tl.float32)
-            up_sum = _round(up_sum + other[:, None], dtype)
+            up_bias = tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0)
+            up_sum = _round(up_sum + up_bias.to(tl.float32)[:, None], dtype)
+            if LANDS:
+                tl.store(landed_bias + GATE_SHIFT, up_bias, mask=row_mask & lands)
     state = _activate(gate_sum, up_sum, alpha, limit, GATED, ACTIVATION, dtype)
     if TOKENS == 1:
         tl.store(states + pair * SIZE_OUT + rows[:, None], state, mask=row_mask[:, None])
@@ -147,18 +150,16 @@ def expand(
 
 @triton.jit
 def contract(
-    table,
+    routes,
     ids,
     states,
     weights,
     outputs,
     like,
-    first_key,
-    EXPERTS: tl.constexpr,
+    LANDS: tl.constexpr,
     TOKENS: tl.constexpr,
     TOKENS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
-    PAIRS_PAD: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -173,14 +174,14 @@ def contract(
     ``like``: any tensor of the experts' type. Pairs of experts past the last are left unwritten.
     """
     pair = tl.program_id(0)
-    expert = tl.load(ids + pair)
-    if expert >= EXPERTS:
+    address = tl.load(routes + pair)
+    if address == 0:
         return
-    if TOKENS > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if not _reads_expert(ids, pair, expert, TOKENS * TOP_K, PAIRS_PAD):
-            return
-    address = tl.load(table + first_key + expert)
+    expert = tl.load(ids + pair)
+    landing = tl.load(routes + TOKENS * TOP_K + pair)
+    lands = landing != 0
     weight = tl.multiple_of((address + WEIGHT_OFFSET).to(like.dtype), 16)
+    landed = tl.multiple_of((landing + WEIGHT_OFFSET).to(like.dtype), 16)
     rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_mask = rows < SIZE_OUT
     row_starts = rows[:, None] * STRIDE_OUT
@@ -200,7 +201,10 @@ def contract(
         columns = start + inner
         column_mask = columns < SIZE_IN
         mask = row_mask[:, None] & column_mask[None, :]
-        part = tl.load(weight + row_starts + columns[None, :] * STRIDE_IN, mask=mask, other=0.0)
+        places = row_starts + columns[None, :] * STRIDE_IN
+        part = tl.load(weight + places, mask=mask, other=0.0)
+        if LANDS:
+            tl.store(landed + places, part, mask=mask & lands)
         if TOKENS == 1:
             x = tl.load(states + pair * SIZE_IN + columns, mask=column_mask, other=0.0)
             total += part.to(tl.float32) * x[None, :]
@@ -213,8 +217,10 @@ def contract(
     dtype: tl.constexpr = like.dtype.element_ty
     total = _round(total, dtype)
     if BIAS_OFFSET >= 0:
-        bias = (address + BIAS_OFFSET).to(like.dtype) + rows
-        total = _round(total + tl.load(bias, mask=row_mask, other=0.0).to(tl.float32)[:, None], dtype)
+        bias = tl.load((address + BIAS_OFFSET).to(like.dtype) + rows, mask=row_mask, other=0.0)
+        total = _round(total + bias.to(tl.float32)[:, None], dtype)
+        if LANDS:
+            tl.store((landing + BIAS_OFFSET).to(like.dtype) + rows, bias, mask=row_mask & lands)
     # A product with float32 weights stays float32.
     product: tl.constexpr = weights.dtype.element_ty
     if TOKENS == 1:
@@ -232,18 +238,51 @@ def contract(
 
 @triton.jit
 def combine(
+    table,
+    home,
+    slot_addresses,
     ids,
+    routes,
     outputs,
     result,
+    orders,
+    orders_done,
+    settled,
+    first_key,
     EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    RING: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
-    """Add a token's experts by rising id, in DTYPE: outputs float32 [T * K, H] -> result [T, H] in its own type."""
+    """Add a token's experts by rising id, in DTYPE: outputs float32 [T * K, H] -> result [T, H] in its own type.
+
+    One of the programs settles the table, see ``settle``; RING 0 where nothing lands and no orders come.
+    """
     token = tl.program_id(0)
+    if RING > 0:  # noqa: SIM102 - decided when the kernel is compiled
+        if token + tl.program_id(1) == 0:
+            settle(
+                table,
+                home,
+                slot_addresses,
+                ids,
+                routes,
+                orders,
+                orders_done,
+                settled,
+                first_key,
+                EXPERTS,
+                PAIRS,
+                PAIRS_PAD,
+                RING,
+                BATCH,
+            )
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     ranks = tl.arange(0, TOP_K_PAD)

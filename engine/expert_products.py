@@ -11,6 +11,7 @@ import triton.language as tl
 from engine.expert_arithmetic import Accumulation
 from engine.expert_forms import ExpertForm, Projection
 from engine.expert_kernels import combine, contract, expand
+from engine.table_keeper import TableKeeper
 
 MAX_TOKENS = 8
 """Beyond this many tokens the kernels' tiles would no longer be bound by memory."""
@@ -43,20 +44,25 @@ class ExpertProducts:
     """Computes layers of one form. Nothing waits for the host: it can be captured into a graph.
 
     Args:
-        table: int64 [L * J] on the device.
+        keeper: of the address table, told when a layer's experts have been read.
         accumulation: precision in which the family adds up a token's experts.
         up, down: tiles of the projections.
     """
 
-    def __init__(self, form: ExpertForm, table: torch.Tensor, accumulation: Accumulation, up: Tile, down: Tile) -> None:
+    def __init__(self, form: ExpertForm, keeper: TableKeeper, accumulation: Accumulation, up: Tile, down: Tile) -> None:
         self.form = form
-        self._table = table
+        self._keeper = keeper
         self._accumulation = accumulation
         self._up = up
         self._down = down
 
-    def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], routed ids and weights [T, K] -> [T, H], for T up to ``MAX_TOKENS``."""
+    def __call__(
+        self, layer: int, routes: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [T, H], routed ids and weights [T, K] -> [T, H], for T up to ``MAX_TOKENS``.
+
+        ``routes``: of the same ids, from ``TableKeeper.resolve``.
+        """
         form = self.form
         tokens, top_k = ids.shape
         ids, weights, hidden = ids.contiguous(), weights.contiguous(), hidden.contiguous()
@@ -65,20 +71,17 @@ class ExpertProducts:
         outputs = torch.empty(pairs, form.down.size_out, dtype=torch.float32, device=hidden.device)
         result = torch.empty_like(hidden)
         common = {
-            "EXPERTS": form.experts,
+            "LANDS": self._keeper.lands,
             "TOKENS": tokens,
             "TOKENS_PAD": 1 if tokens == 1 else _MATRIX_TOKENS,
             "TOP_K": top_k,
-            "PAIRS_PAD": triton.next_power_of_2(pairs),
         }
-        first_key = layer * form.experts
         up, down = self._up, self._down
         expand[(pairs, triton.cdiv(form.intermediate, up.outputs))](
-            self._table,
+            routes,
             ids,
             hidden,
             states,
-            first_key,
             form.activation.alpha,
             form.activation.limit,
             **common,
@@ -97,13 +100,12 @@ class ExpertProducts:
             num_warps=up.warps,
         )
         contract[(pairs, triton.cdiv(form.down.size_out, down.outputs))](
-            self._table,
+            routes,
             ids,
             states,
             weights,
             outputs,
             hidden,
-            first_key,
             **common,
             SIZE_IN=form.down.size_in,
             SIZE_OUT=form.down.size_out,
@@ -116,14 +118,19 @@ class ExpertProducts:
             num_warps=down.warps,
         )
         combine[(tokens, triton.cdiv(form.down.size_out, _COMBINE_BLOCK))](
+            *self._keeper.table_arguments,
             ids,
+            routes,
             outputs,
             result,
+            *self._keeper.order_arguments,
+            layer * form.experts,
             EXPERTS=form.experts,
             TOP_K=top_k,
             TOP_K_PAD=triton.next_power_of_2(top_k),
             SIZE=form.down.size_out,
             DTYPE=_TYPES[self._accumulation.dtype(hidden, weights)],
             BLOCK=_COMBINE_BLOCK,
+            **self._keeper.settling(pairs),
         )
         return result

@@ -15,6 +15,9 @@ from engine.expert_forms import ExpertForm
 from engine.expert_products import ExpertProducts, choose_tiles
 from engine.families import MoELayer
 from engine.host_experts import HostExperts
+from engine.slot_orders import SlotOrders
+from engine.slots import DeviceSlots
+from engine.table_keeper import TableKeeper
 
 _FLOAT32_BOUND = 1e-5
 
@@ -32,36 +35,42 @@ def check_products(
     form: ExpertForm,
     layer: MoELayer,
     host: HostExperts,
-    table: AddressTable,
     accumulation: Accumulation,
     tokens: int,
+    lands: bool,
     device: torch.device,
 ) -> None:
     """Compare kernels with the family's arithmetic on a layer's real experts and random hidden states.
 
-    Reads K + 1 experts, all but one in host memory, and launches three kernels for each type that routing weights may
-    have. Device memory: two experts for the moment.
+    Reads K + 1 experts, one in a slot and the others in host memory, and launches four kernels, twice for each type
+    that routing weights may have. With ``lands``, another lands in a slot at first and is read there from then on.
+    Device memory: three experts for the moment.
 
     Args:
         form: of the layer.
-        table: tells where the experts are at home; it is not changed.
         tokens: T, for which the kernels are compiled.
+        lands: whether experts may land in slots, as the kernels are compiled.
 
     Raises:
         CaptureError: they cannot be compiled or run, or their results are out of bounds or no numbers.
     """
     random = torch.Generator().manual_seed(tokens)
     chosen = torch.linspace(0, layer.num_experts - 1, min(layer.top_k + 1, layer.num_experts)).long()
-    orders = [torch.randperm(len(chosen), generator=random)[: layer.top_k] for _ in range(tokens)]
-    ids = chosen[torch.stack(orders)].to(device)
+    picks = [torch.randperm(len(chosen), generator=random)[: layer.top_k] for _ in range(tokens)]
+    ids = chosen[torch.stack(picks)].to(device)
     hidden = torch.randn(tokens, form.up.size_in, generator=random).to(device, form.dtype)
     layout = host.layout(layer.index)
+    first_key = layer.index * host.experts
     in_slot = int(ids[0, 0])
     try:
-        slot = host.buffer(layer.index, in_slot).to(device, copy=True)
-        entries = table.home.clone()
-        entries[layer.index * host.experts + in_slot] = slot.data_ptr()
-        products = ExpertProducts(form, entries.to(device), accumulation, *choose_tiles(form))
+        slots = DeviceSlots(host, 2, device)
+        table, orders = AddressTable(host, slots, device), SlotOrders(1, device)
+        slots.bytes_of(0, 0, layout.nbytes).copy_(host.buffer(layer.index, in_slot))
+        table.write({first_key + in_slot: 0} if len(ids.unique()) > 1 else {})
+        orders.offer(0, 1, -1)
+        keeper = TableKeeper(table, orders, host.layers, host.experts, 1)
+        keeper.lands = lands
+        products = ExpertProducts(form, keeper, accumulation, *choose_tiles(form))
         for dtype in dict.fromkeys((form.dtype, torch.float32)):
             weights = torch.rand(ids.shape, generator=random).to(device, dtype)
             with torch.inference_mode():
@@ -71,12 +80,19 @@ def check_products(
                     tensors = layout.views(host.buffer(layer.index, expert).to(device))
                     state = apply_expert(layer.experts, tensors, hidden[rows]) * weights[rows, ranks, None]
                     expected.index_add_(0, rows, state.to(expected.dtype))
-                error = _measure_error(products(layer.index, hidden, ids, weights), expected.to(hidden.dtype))
-            if not error <= error_bound(form.dtype):
-                raise CaptureError(
-                    f"on {device} its kernels' results for {tokens} tokens differ from its own by {error:.1e} of their "
-                    f"size in layer {layer.index}, where {error_bound(form.dtype):.1e} is expected"
-                )
+                for _ in range(2):
+                    routes = keeper.resolve(layer.index, ids)
+                    found = products(layer.index, routes, hidden, ids, weights)
+                    error = _measure_error(found, expected.to(hidden.dtype))
+                    if not error <= error_bound(form.dtype):
+                        raise CaptureError(
+                            f"on {device} its kernels' results for {tokens} tokens differ from its own by {error:.1e} "
+                            f"of their size in layer {layer.index}, where {error_bound(form.dtype):.1e} is expected"
+                        )
+        landed = torch.nonzero(table.entries == table.slots[1]).flatten().tolist()
+        homes = [host.buffer(*divmod(key, host.experts)).to(device) for key in landed]
+        if lands and [slots.bytes_of(1, 0, layout.nbytes).equal(home) for home in homes] != [True]:
+            raise CaptureError(f"on {device} its kernels do not bring an expert of layer {layer.index} to a slot whole")
     except CaptureError:
         raise
     except Exception as error:  # whatever Triton, the compilers it calls and the driver may raise

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import triton
 
-from engine.address_table import AddressTable
 from engine.families import MoELayer
 from engine.mailbox_kernels import post_embeddings, post_gate
 
@@ -20,11 +19,15 @@ DEPTH = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateLetter:
-    """What a gate decided for T tokens, in the order of the routed pairs.
+    """What a gate decided for T tokens, in the order of the routed pairs, and what became of slots.
 
     Attributes:
         ids: int64 [T, K].
-        on_device: bool [T, K], whether the expert's entry pointed to a device slot when the gate had decided.
+        on_device: bool [T, K], whether the expert was read from a device slot.
+        landed_in: int64 [T, K], the slot that an expert read from host memory was written to; -1 for none.
+        offers_taken: offers used up by this layer, whether something landed or they were passed over.
+        orders_done: orders carried out behind the layer before.
+        orders_void: one bit for each of them, the first the lowest: set where the expert was on the device already.
         weights: float32 [T, K].
         scores: float32 [T, J], the router's raw scores; None where it cannot be observed.
         inputs: float32 [T, H]; None where not asked for.
@@ -32,6 +35,10 @@ class GateLetter:
 
     ids: np.ndarray
     on_device: np.ndarray
+    landed_in: np.ndarray
+    offers_taken: int
+    orders_done: int
+    orders_void: int
     weights: np.ndarray
     scores: np.ndarray | None
     inputs: np.ndarray | None
@@ -64,7 +71,7 @@ class Mailbox:
         pairs = tokens * self._top_k
         # Some routers score one class more than there are experts.
         widest = max(layer.num_experts for layer in layers) + 1
-        stride = max(tokens * hidden_size, 3 * pairs + tokens * (widest + self._inputs))
+        stride = max(tokens * hidden_size, 3 * pairs + 3 + tokens * (widest + self._inputs))
         rows = len(layers) + 1
         pinned = device.type == "cuda"
         self._letters = torch.zeros(DEPTH, rows, stride, dtype=torch.float32, pin_memory=pinned)
@@ -95,16 +102,22 @@ class Mailbox:
         return letter.reshape(self.tokens, self._hidden).copy()
 
     def read_gate(self, token: int, layer: int) -> GateLetter:
-        pairs = self.tokens * self._top_k
-        scores, inputs = self.tokens * self._scores[layer], self.tokens * self._inputs
-        letter = self._letters_seen[token % DEPTH, layer + 1, : 3 * pairs + scores + inputs].copy()
-        routed = letter[: 3 * pairs].reshape(3, self.tokens, self._top_k)
+        pairs, shape = self.tokens * self._top_k, (self.tokens, self._top_k)
+        sizes = [pairs, pairs, 3, pairs, self.tokens * self._scores[layer], self.tokens * self._inputs]
+        letter = self._letters_seen[token % DEPTH, layer + 1, : sum(sizes)].copy()
+        ids, places, counts, weights, scores, inputs = np.split(letter, np.cumsum(sizes)[:-1])
+        places = places.astype(np.int64).reshape(shape)
+        taken, done, void = counts.astype(np.int64).tolist()
         return GateLetter(
-            ids=routed[0].astype(np.int64),
-            on_device=routed[1] > 0,
-            weights=routed[2],
-            scores=letter[3 * pairs :][:scores].reshape(self.tokens, -1) if scores else None,
-            inputs=letter[3 * pairs + scores :].reshape(self.tokens, -1) if inputs else None,
+            ids=ids.astype(np.int64).reshape(shape),
+            on_device=places == 1,
+            landed_in=np.maximum(places - 2, -1),
+            offers_taken=taken,
+            orders_done=done,
+            orders_void=void,
+            weights=weights.reshape(shape),
+            scores=scores.reshape(self.tokens, -1) if len(scores) else None,
+            inputs=inputs.reshape(self.tokens, -1) if len(inputs) else None,
         )
 
     def post_embeddings(self, embeddings: torch.Tensor) -> None:
@@ -121,28 +134,24 @@ class Mailbox:
     def post_gate(
         self,
         layer: int,
-        table: AddressTable,
         ids: torch.Tensor,
+        routes: torch.Tensor,
         weights: torch.Tensor,
         scores: torch.Tensor | None,
         inputs: torch.Tensor | None,
     ) -> None:
-        """Queue a gate's letter: ids and weights [T, K], scores [T, J], inputs [T, H]."""
-        experts = self._layers[layer].num_experts
+        """Queue a gate's letter: ids and weights [T, K] with their routes, scores [T, J], inputs [T, H]."""
         self._scores[layer] = 0 if scores is None else scores.shape[-1]
         post_gate[(1,)](
             self._counter,
             self._letters.data_ptr(),
             self._flags.data_ptr(),
             layer + 1,
-            table.entries,
-            table.home_on_device,
-            layer * experts,
             ids,
+            routes,
             weights,
             self._nothing if scores is None else scores,
             self._nothing if inputs is None else inputs,
-            EXPERTS=experts,
             PAIRS=ids.numel(),
             PAIRS_PAD=triton.next_power_of_2(ids.numel()),
             SCORES=0 if scores is None else scores.numel(),

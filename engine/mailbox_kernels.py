@@ -62,14 +62,11 @@ def post_gate(
     letters,
     flags,
     row,
-    table,
-    home,
-    first_key,
     ids,
+    routes,
     weights,
     scores,
     inputs,
-    EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     SCORES: tl.constexpr,
@@ -79,17 +76,13 @@ def post_gate(
     STRIDE: tl.constexpr,
     FENCE: tl.constexpr,
 ):
-    """A gate's letter: ids [T * K], whether each was on the device, weights [T * K], scores and gate inputs."""
+    """A gate's letter: ids [T * K], places [T * K] and 3 counts (see ``resolve``), weights, scores and gate inputs."""
     letter = _letter(counter, letters, row, ROWS, DEPTH, STRIDE).to(tl.pointer_type(tl.float32))
     pairs = tl.arange(0, PAIRS_PAD)
     mask = pairs < PAIRS
-    expert = tl.load(ids + pairs, mask=mask, other=EXPERTS)
-    known = expert < EXPERTS
-    entry = tl.load(table + first_key + expert, mask=known, other=0)
-    at_home = tl.load(home + first_key + expert, mask=known, other=0)
-    tl.store(letter + pairs, expert.to(tl.float32), mask=mask)
-    tl.store(letter + PAIRS + pairs, (entry != at_home).to(tl.float32), mask=mask)
-    tl.store(letter + 2 * PAIRS + pairs, tl.load(weights + pairs, mask=mask, other=0.0).to(tl.float32), mask=mask)
-    _copy(scores, letter + 3 * PAIRS, SCORES)
-    _copy(inputs, letter + 3 * PAIRS + SCORES, INPUTS)
+    tl.store(letter + pairs, tl.load(ids + pairs, mask=mask, other=0).to(tl.float32), mask=mask)
+    _copy(routes + 2 * PAIRS, letter + PAIRS, PAIRS + 3)
+    _copy(weights, letter + 2 * PAIRS + 3, PAIRS)
+    _copy(scores, letter + 3 * PAIRS + 3, SCORES)
+    _copy(inputs, letter + 3 * PAIRS + 3 + SCORES, INPUTS)
     _raise_flag(counter, flags, row, ROWS, DEPTH, FENCE)

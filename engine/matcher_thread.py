@@ -15,6 +15,8 @@ from engine.matcher import Matcher
 from engine.observations import routed_distribution
 from engine.observer import Iteration
 
+_ITERATIONS_BEHIND = 2
+
 
 class MatcherThread:
     """The observer's ``Subscriber``: publishing appends to a queue, a thread searches.
@@ -24,13 +26,14 @@ class MatcherThread:
 
     Args:
         guiding: False where every expert is resident anyway. Then an iteration is handed over as one event
-            when it ends: each event costs the token loop a switch between threads.
+            when it ends: each event costs the token loop a switch between threads. An iteration that begins while
+            more than two are still to be looked at is handed over so, too: guidance would come too late for it.
     """
 
     def __init__(self, matcher: Matcher, layers: Sequence[MoELayer], guiding: bool) -> None:
         self._matcher = matcher
         self._layers = layers
-        self._guiding = guiding
+        self._guiding = self._guided = guiding
         self._uniform = len({(layer.score_function, layer.num_experts) for layer in layers}) == 1
         self._gates: list[_Gate] = []
         self._opening: Callable[[], tuple[Iteration, np.ndarray]] | None = None
@@ -45,7 +48,8 @@ class MatcherThread:
                 arrived.synchronize()
             return iteration, embeddings.numpy()
 
-        if self._guiding:
+        self._guided = self._guiding and self._events.qsize() <= _ITERATIONS_BEHIND * len(self._layers)
+        if self._guided:
             self._events.put(lambda: self._matcher.begin(*open_iteration()))
         else:
             self._opening = open_iteration
@@ -62,7 +66,7 @@ class MatcherThread:
         # The thread reads it later, when the model may have written over its own tensor.
         kept = None if inputs is None else inputs.clone()
         gate = _Gate(self._layers[layer], scores, ids, weights, kept)
-        if self._guiding:
+        if self._guided:
             self._events.put(lambda: gate.tell(self._matcher, layer))
             return
         self._gates.append(gate)

@@ -1,107 +1,26 @@
-"""The life of a device slot while kernels find experts through a table of addresses.
-
-The device runs one token after the other, and no token waits for the host. Its kernels read the table at any moment
-of a token and the bytes behind an entry until the token ends. The host queues two kinds of work on one copy stream,
-which carries them out in order: an expert's bytes into a slot with the switch of its entry behind them, and the
-switch of an entry back to the expert's page-locked host memory. A slot goes round through four states:
-
-    FREE      nothing points to it and no running token can have read an entry that did.
-              admit: a fill is queued                                                     -> FILLING
-    FILLING   its bytes are being written; the expert's entry still points to host memory.
-              poll: the copy stream is past the bytes and the switch behind them          -> SWITCHED
-    SWITCHED  the entry points to the slot, whose bytes nobody writes.
-              admit, of an expert that takes its place: the switch back is queued         -> RETIRED
-    RETIRED   the entry points, or will soon point, to host memory.
-              poll: the copy stream is past the switch back. Any token handed to the device so far may have read the
-              old entry, so the slot is fenced by the boundary of the last of them; later ones read the new entry.
-              poll: that boundary has passed                                              -> FREE
-
-A token boundary passes when a token has ended; tokens end in the order they were handed over. What the host knows of
-boundaries is always old: the device may be past them and in the next token. That is why the fence counts the tokens
-handed over, which the host knows exactly, and why they are counted only after the switch back has been seen done.
-
-So no slot is written while an entry that a running token may have read points to it, and no entry ever points to
-bytes that are not there.
-
-Since a retired slot is of no use for about a token, ``spare`` slots are kept out of the experts' count: a newcomer
-takes a free one at once while its victim's slot retires.
-"""
+"""The books of device slots while kernels find experts through a table of addresses; see ``engine.slot_life``."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
 
 from engine.cache import Reservation
 from engine.eviction import EvictionRule
-
-
-class SlotState(IntEnum):
-    """Where a slot stands in its life."""
-
-    FREE = 0
-    FILLING = 1
-    SWITCHED = 2
-    RETIRED = 3
-
-
-class CopyStream(Protocol):
-    """Carries out copies one after the other. Every call that queues work returns its ticket, counted from 1."""
-
-    def fill(self, key: int, slot: int) -> int:
-        """Queue an expert's bytes into a slot and, behind them, the switch of its entry to the slot."""
-        ...
-
-    def point_home(self, key: int) -> int:
-        """Queue the switch of an expert's entry back to host memory."""
-        ...
-
-    def completed(self) -> int:
-        """The last ticket that is done; those before it are, too."""
-        ...
-
-
-class TokenClock(Protocol):
-    """Counts tokens; both counts only grow."""
-
-    def handed_over(self) -> int:
-        """Tokens the device was given to run, counted before it can begin them."""
-        ...
-
-    def ended(self) -> int:
-        """Tokens known to have ended; the device may be further."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A slot whose next state waits for the copy stream."""
-
-    ticket: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Fenced:
-    """A retired slot that is free once so many tokens have ended."""
-
-    tokens: int
-    slot: int
+from engine.slot_life import CopyStream, Displaced, Landings, OrderBook, SlotState
 
 
 class SlotLedger:
-    """Books the states of ``slots`` equal slots and queues the copies that change them. Used by one thread.
+    """Books the states of ``slots`` equal slots, queues copies and leaves words for the device. Used by one thread.
 
-    The eviction rule chooses who retires: the lowest value first, the least recent use among equals.
+    The eviction rule chooses who leaves: the lowest value first, the least recent use among equals.
 
     Args:
         num_keys: experts of all layers, by flat keys ``layer * J + expert``.
-        spare: slots that hold no expert in the long run; 0 only where every expert has a slot.
+        spare: slots that hold no expert in the long run, for newcomers to be copied to while another leaves.
+        ahead: offers kept open, a share of the cache.
         partitions: 1 for one cache of all layers, L for an equal share of the experts held for each.
     """
 
@@ -110,20 +29,23 @@ class SlotLedger:
         num_keys: int,
         slots: int,
         spare: int,
+        ahead: int,
         rule: EvictionRule,
         copies: CopyStream,
-        tokens: TokenClock,
+        orders: OrderBook,
         partitions: int = 1,
     ) -> None:
         self._share = (slots - spare) // partitions
-        if self._share < 1 or (spare < 1 and slots < num_keys):
+        if self._share < 1:
             raise ValueError(f"{spare} spare of {slots} slots in {partitions} parts for {num_keys} experts")
         self.slots = slots
+        self._ahead = max(1, min(ahead, self._share // 4))
         self._rule = rule
         self._copies = copies
-        self._tokens = tokens
+        self._orders = orders
         self._keys_a_share = num_keys // partitions
         self._held = [0] * partitions
+        self._offered: list[deque[int]] = [deque() for _ in range(partitions)]
         self._slot_of = np.full(num_keys, -1, dtype=np.int64)
         self._key_in = np.full(slots, -1, dtype=np.int64)
         self._state = np.full(slots, SlotState.FREE, dtype=np.int8)
@@ -131,8 +53,9 @@ class SlotLedger:
         self._last_use = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._free = list(range(slots - 1, -1, -1))
-        self._pending: deque[_Pending] = deque()
-        self._fenced: deque[_Fenced] = deque()
+        self._filling: deque[tuple[int, int]] = deque()
+        self._ordered: deque[int] = deque()
+        self._landing: list[int] = []
 
     @property
     def capacity(self) -> int:
@@ -141,13 +64,8 @@ class SlotLedger:
 
     @property
     def copies_under_way(self) -> int:
-        """Slots being filled."""
-        return int(np.count_nonzero(self._state == SlotState.FILLING))
-
-    @property
-    def moving(self) -> bool:
-        """Whether copies are queued that have not been seen done."""
-        return bool(self._pending)
+        """Slots being filled by the copy stream."""
+        return len(self._filling)
 
     @property
     def has_free(self) -> bool:
@@ -160,13 +78,17 @@ class SlotLedger:
         """The slot that holds, awaits or only just held the expert; -1 if none does."""
         return int(self._slot_of[key])
 
-    def is_filling(self, key: int) -> bool:
+    def is_coming(self, key: int) -> bool:
+        """Whether the expert was on its way to a slot by a copy that has not come to anything yet."""
         slot = self._slot_of[key]
-        return bool(slot >= 0 and self._state[slot] == SlotState.FILLING)
+        return bool(slot >= 0 and self._state[slot] in (SlotState.FILLING, SlotState.POINTING))
 
     def residents(self) -> dict[int, int]:
-        """Key -> slot of the experts whose entries point to their slots, least recent use first."""
-        slots = np.flatnonzero(self._state == SlotState.SWITCHED)
+        """Key -> slot of the experts that are there once the device is idle, all is booked and no copy is under way,
+        least recent use first."""
+        there = (SlotState.HELD, SlotState.OFFERED, SlotState.LANDING, SlotState.POINTING)
+        slots = np.flatnonzero(np.isin(self._state, there) & (self._key_in >= 0))
+        slots = slots[self._slot_of[self._key_in[slots]] == slots]
         slots = slots[np.argsort(self._last_use[slots], kind="stable")]
         return dict(zip(self._key_in[slots].tolist(), slots.tolist(), strict=True))
 
@@ -175,24 +97,25 @@ class SlotLedger:
 
         Returns:
             those that stay: what is more than ``capacity`` loses its slot by the eviction rule. The table has to be
-            written accordingly before the next token starts.
+            written accordingly, and all words forgotten, before the next token starts.
         """
         self._slot_of[:] = -1
         self._key_in[:] = -1
         self._state[:] = SlotState.FREE
         self._unused[:] = False
         self._held = [0] * len(self._held)
-        self._pending.clear()
-        self._fenced.clear()
+        self._filling.clear()
+        self._ordered.clear()
+        self._landing.clear()
+        for offers in self._offered:
+            offers.clear()
         for key, slot in residents.items():
-            self._hold(key, slot, SlotState.SWITCHED)
+            self._hold(key, slot, SlotState.HELD)
         for partition in range(len(self._held)):
             while self._held[partition] > self._share:
                 victim = self._lowest(partition)
                 assert victim is not None
-                key = int(self._key_in[victim])
-                self._held[partition] -= 1
-                self._rule.record_eviction(key)
+                self._lose(victim)
                 self._drop(victim)
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if self._state[slot] == SlotState.FREE]
         return self.residents()
@@ -208,7 +131,7 @@ class SlotLedger:
                 self._unused[slot] = False
 
     def admit(self, key: int, value: float, speculative: bool) -> Reservation | None:
-        """Queue the fill of a slot for an expert that has none, retiring another expert if the count is reached.
+        """Queue a copy for an expert that has no slot; another leaves if the count is reached.
 
         Args:
             value: what holding it is worth, on the scale of the rule's values.
@@ -221,39 +144,92 @@ class SlotLedger:
         partition = key // self._keys_a_share
         evicted: int | None = None
         unused = False
-        if self._held[partition] >= self._share:
+        if self._held[partition] + self._empty_offers(partition) >= self._share:
             victim = self._lowest(partition)
             if victim is None or float(self._rule.values(self._key_in[victim : victim + 1])[0]) > value:
                 return None
             evicted, unused = int(self._key_in[victim]), bool(self._unused[victim])
-            self._retire(victim)
+            self._lose(victim)
+            self._state[victim] = SlotState.LEAVING
+            self._orders.point_home(evicted, victim)
+            self._ordered.append(victim)
         slot = self._free.pop()
         self._hold(key, slot, SlotState.FILLING)
         self._unused[slot] = speculative
         self._rule.record_load(key)
-        self._pending.append(_Pending(self._copies.fill(key, slot), slot))
+        self._filling.append((self._copies.fill(key, slot), slot))
         return Reservation(key, slot, evicted, unused)
 
-    def poll(self) -> list[int]:
-        """Follow the copy stream and the token boundaries; return keys whose entries now point to their slots."""
-        arrived = []
-        if self._pending:
-            completed = self._copies.completed()
-            # Read after ``completed``: a token handed over between the two may have read an entry before its switch.
-            handed_over = self._tokens.handed_over()
-            while self._pending and self._pending[0].ticket <= completed:
-                slot = self._pending.popleft().slot
-                if self._state[slot] == SlotState.FILLING:
-                    self._state[slot] = SlotState.SWITCHED
-                    arrived.append(int(self._key_in[slot]))
+    def poll(self) -> None:
+        """Follow the copy stream: what has arrived is ordered to be pointed to."""
+        if not self._filling:
+            return
+        completed = self._copies.completed()
+        while self._filling and self._filling[0][0] <= completed:
+            _, slot = self._filling.popleft()
+            self._state[slot] = SlotState.POINTING
+            self._orders.point(int(self._key_in[slot]), slot)
+            self._ordered.append(slot)
+
+    def book(self, layer_key: int, told: Landings) -> list[Displaced]:
+        """Book what a layer's letter tells; ``layer_key`` is any key of the layer. Returns who lost a slot."""
+        for slot in self._landing:
+            self._state[slot] = SlotState.HELD
+        self._landing.clear()
+        displaced: list[Displaced] = []
+        for place in range(told.orders_done):
+            displaced += self._close_order(self._ordered.popleft(), void=bool(told.orders_void >> place & 1))
+        offers = self._offered[layer_key // self._keys_a_share]
+        for _ in range(told.offers_taken):
+            slot = offers.popleft()
+            key = told.landed.get(slot)
+            if key is not None:
+                displaced += self._land(key, slot)
+            elif self._key_in[slot] >= 0:
+                self._state[slot] = SlotState.HELD
+            else:
+                self._state[slot] = SlotState.FREE
+                self._free.append(slot)
+        return displaced
+
+    def offer(self) -> None:
+        """Keep ``ahead`` offers open in every share: empty slots first, then those of the lowest value."""
+        for partition, offers in enumerate(self._offered):
+            while len(offers) < self._ahead:
+                if self._free and self._held[partition] + self._empty_offers(partition) < self._share:
+                    slot: int | None = self._free.pop()
                 else:
-                    self._fenced.append(_Fenced(handed_over, slot))
-        ended = self._tokens.ended()
-        while self._fenced and self._fenced[0].tokens <= ended:
-            slot = self._fenced.popleft().slot
+                    slot = self._lowest(partition)
+                if slot is None:
+                    break
+                self._state[slot] = SlotState.OFFERED
+                self._orders.offer(partition, slot, int(self._key_in[slot]))
+                offers.append(slot)
+
+    def _land(self, key: int, slot: int) -> list[Displaced]:
+        displaced: list[Displaced] = []
+        if self._key_in[slot] >= 0:
+            displaced.append(Displaced(int(self._key_in[slot]), bool(self._unused[slot])))
+            self._lose(slot)
             self._drop(slot)
-            self._free.append(slot)
-        return arrived
+        self._hold(key, slot, SlotState.LANDING)
+        self._unused[slot] = False
+        self._rule.record_load(key)
+        self._landing.append(slot)
+        return displaced
+
+    def _close_order(self, slot: int, void: bool) -> list[Displaced]:
+        key = int(self._key_in[slot])
+        pointing = self._state[slot] == SlotState.POINTING
+        if pointing and not void:
+            self._state[slot] = SlotState.HELD
+            self._slot_of[key] = slot
+            return []
+        if pointing:
+            self._held[key // self._keys_a_share] -= 1
+        self._drop(slot)
+        self._free.append(slot)
+        return [Displaced(key, unused=True)] if pointing else []
 
     def _hold(self, key: int, slot: int, state: SlotState) -> None:
         self._slot_of[key] = slot
@@ -263,22 +239,26 @@ class SlotLedger:
         self._clock += 1
         self._last_use[slot] = self._clock
 
-    def _retire(self, slot: int) -> None:
+    def _lose(self, slot: int) -> None:
+        """Its expert does not count any longer."""
         key = int(self._key_in[slot])
-        self._state[slot] = SlotState.RETIRED
         self._held[key // self._keys_a_share] -= 1
         self._rule.record_eviction(key)
-        self._pending.append(_Pending(self._copies.point_home(key), slot))
 
     def _drop(self, slot: int) -> None:
-        self._slot_of[self._key_in[slot]] = -1
+        key = self._key_in[slot]
+        if self._slot_of[key] == slot:
+            self._slot_of[key] = -1
         self._key_in[slot] = -1
         self._state[slot] = SlotState.FREE
         self._unused[slot] = False
 
+    def _empty_offers(self, partition: int) -> int:
+        return sum(self._key_in[slot] < 0 for slot in self._offered[partition])
+
     def _lowest(self, partition: int) -> int | None:
-        """The switched slot of the lowest value whose expert belongs to a partition."""
-        slots = np.flatnonzero(self._state == SlotState.SWITCHED)
+        """The held slot of the lowest value whose expert belongs to a partition."""
+        slots = np.flatnonzero(self._state == SlotState.HELD)
         if len(self._held) > 1:
             slots = slots[self._key_in[slots] // self._keys_a_share == partition]
         if not len(slots):

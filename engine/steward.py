@@ -6,17 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
 from engine.eviction import EvictionRule
-from engine.families import MoELayer, to_probabilities
+from engine.families import MoELayer
 from engine.mailbox import GateLetter, Mailbox
-from engine.matcher import Matcher
-from engine.observations import routed_distribution
-from engine.observer import Iteration
+from engine.observer import Iteration, Subscriber
 from engine.slot_ledger import SlotLedger
+from engine.slot_life import Landings
 from engine.steps import Traffic
 from engine.traffic_meter import TrafficMeter
 from engine.transfer_queue import Prefetch, TransferQueue
@@ -26,17 +26,15 @@ _POLL_SECONDS = 20e-6
 
 
 class Steward:
-    """Books every token's letters in their order, tells the policy, and admits experts to slots.
+    """Books every token's letters in their order, tells who guides the engine, and says which slots are for whom.
 
-    An expert that was not on the device when its gate had decided was read in place: a miss (late, if its copy was
-    under way), and its bytes count as moved on demand. Missed experts are brought in once prefetches leave the link
-    idle, if the eviction rule values them more than what they would replace. ``step`` does all that is to be done at
-    a moment; ``start`` has a thread do it.
+    An expert that was not on the device when its gate had decided was read from host memory: a miss (late, if its copy
+    was under way), and its bytes count as moved on demand. It lands in the slot that the eviction rule offered first,
+    so that nothing is moved twice. ``step`` does all that is to be done at a moment; ``start`` has a thread do it.
 
     Args:
         expert_bytes: by layer.
-        matcher: runs the policy; None where nothing is prefetched and no maps are kept. Nobody else may run it
-            between ``begin`` and ``end``.
+        subscriber: is told what gates decide; None where nothing is prefetched and no maps are kept.
     """
 
     def __init__(
@@ -45,17 +43,17 @@ class Steward:
         expert_bytes: Sequence[int],
         ledger: SlotLedger,
         rule: EvictionRule,
-        matcher: Matcher | None,
+        subscriber: Subscriber | None,
     ) -> None:
         self._layers = layers
         self._experts = layers[0].num_experts
         self._expert_bytes = expert_bytes
         self._ledger = ledger
         self._rule = rule
-        self._matcher = matcher
+        self._subscriber = subscriber
         self._meter = TrafficMeter()
         self._queue = TransferQueue()
-        self._missed: deque[int] = deque(maxlen=max(1, ledger.slots - ledger.capacity))
+        self._offered: SimpleQueue[Sequence[Prefetch]] = SimpleQueue()
         self._mailbox: Mailbox | None = None
         self._iterations: deque[Iteration | None] = deque()
         self._token = self._row = 0
@@ -71,17 +69,21 @@ class Steward:
         return self._meter.read()
 
     def offer(self, prefetches: Sequence[Prefetch]) -> None:
-        """The matcher's sink: what the policy wants ahead of time."""
-        self._queue.offer(prefetches)
+        """The matcher's sink: what the policy wants ahead of time; any thread may call it."""
+        self._offered.put(prefetches)
 
     def begin(self, mailbox: Mailbox, residents: Mapping[int, int]) -> dict[int, int]:
-        """Take over the slots before the first token of a reply; return those whose entries are to point to them."""
+        """Take over the slots before the first token of a reply; return those whose entries are to point to them.
+
+        Nothing of an earlier reply may be left in the order book.
+        """
         self._mailbox = mailbox
         self._failure = None
         self._token = self._row = 0
         self._iterations.clear()
-        self._missed.clear()
-        return self._ledger.take_over(residents)
+        staying = self._ledger.take_over(residents)
+        self._ledger.offer()
+        return staying
 
     def start(self) -> None:
         self._stopping = False
@@ -105,20 +107,33 @@ class Steward:
             failure, self._failure = self._failure, None
             raise failure
 
-    def end(self) -> dict[int, int]:
-        """Stop once the device is idle; return key -> slot of the experts it then holds, least recent use first."""
+    def end(self, tokens: int) -> dict[int, int]:
+        """Book what is left of so many tokens once the device is idle, and stop.
+
+        Returns:
+            key -> slot of the experts on the device, least recent use first; none after a failure.
+        """
+        while self._token + len(self._iterations) < tokens:
+            self.announce(None)
+        with self._booked:
+            while self._token < tokens and self._failure is None:
+                self._booked.wait()
         self._stopping = True
         assert self._thread is not None
         self._thread.join()
-        while self._ledger.moving:
-            self._ledger.poll()
+        self._take_offers()
         self._queue.drop_prefetches()
+        if self._failure is not None:
+            return {}
+        while self._ledger.copies_under_way:
+            self._ledger.poll()
         return self._ledger.residents()
 
     def step(self) -> bool:
         """Read at most one letter, follow the copies and queue new ones; whether a letter was read."""
         read = self._read_letter()
         self._ledger.poll()
+        self._take_offers()
         self._admit()
         return read
 
@@ -130,70 +145,79 @@ class Steward:
         except BaseException as failure:  # raised again by ``await_token``
             with self._booked:
                 self._failure = failure
-                self._booked.notify()
+                self._booked.notify_all()
 
     def _read_letter(self) -> bool:
         mailbox = self._mailbox
         if mailbox is None or not self._iterations or not mailbox.arrived(self._token, self._row):
             return False
         iteration = self._iterations[0]
-        if iteration is not None:
-            if self._row == 0:
-                if self._matcher is not None:
-                    self._matcher.begin(iteration, mailbox.read_embeddings(self._token))
-            else:
-                self._book_gate(iteration, self._row - 1, mailbox.read_gate(self._token, self._row - 1))
+        if self._row == 0:
+            if iteration is not None and self._subscriber is not None:
+                embeddings = torch.from_numpy(mailbox.read_embeddings(self._token))
+                self._subscriber.begin(iteration, embeddings, None)
+        else:
+            self._book_gate(iteration, self._row - 1, mailbox.read_gate(self._token, self._row - 1))
         self._row += 1
         if self._row > len(self._layers):
             self._row = 0
             self._iterations.popleft()
             with self._booked:
                 self._token += 1
-                self._booked.notify()
+                self._booked.notify_all()
         return True
 
-    def _book_gate(self, iteration: Iteration, layer: int, letter: GateLetter) -> None:
+    def _book_gate(self, iteration: Iteration | None, layer: int, letter: GateLetter) -> None:
         base = layer * self._experts
-        self._now = iteration.number * len(self._layers) + layer
-        in_place = np.unique(letter.ids[~letter.on_device & (letter.ids < self._experts)])
-        self._meter.bytes_on_demand += len(in_place) * self._expert_bytes[layer]
-        live = [state.row for state in iteration.sequences]
-        routed = np.unique(letter.ids[live])
-        routed = routed[routed < self._experts].tolist()
-        missing = set(in_place.tolist())
-        keys = [base + expert for expert in routed]
-        for expert in routed:
-            if expert not in missing:
+        missing = np.unique(letter.ids[~letter.on_device & (letter.ids < self._experts)]).tolist()
+        if iteration is not None:
+            self._now = iteration.number * len(self._layers) + layer
+            self._count_uses(iteration, base, missing, letter)
+            self._meter.bytes_on_demand += len(missing) * self._expert_bytes[layer]
+        landed = letter.landed_in >= 0
+        slots, keys = letter.landed_in[landed].tolist(), (base + letter.ids[landed]).tolist()
+        told = Landings(
+            dict(zip(slots, keys, strict=True)), letter.offers_taken, letter.orders_done, letter.orders_void
+        )
+        for displaced in self._ledger.book(base, told):
+            self._count_waste(displaced.key, displaced.unused)
+        # At once: the next layer of the running token may already be missing something.
+        self._ledger.offer()
+        if iteration is not None and self._subscriber is not None:
+            scores, inputs = (None if a is None else torch.from_numpy(a) for a in (letter.scores, letter.inputs))
+            self._subscriber.decide(layer, scores, letter.ids, torch.from_numpy(letter.weights), inputs)
+
+    def _count_uses(self, iteration: Iteration, base: int, missing: Sequence[int], letter: GateLetter) -> None:
+        routed = np.unique(letter.ids[[state.row for state in iteration.sequences]])
+        keys = (base + routed[routed < self._experts]).tolist()
+        absent = {base + expert for expert in missing}
+        for key in keys:
+            if key not in absent:
                 self._meter.hits += 1
-            elif self._ledger.is_filling(base + expert):
+            elif self._ledger.is_coming(key):
                 self._meter.late += 1
             else:
                 self._meter.misses += 1
-                self._missed.append(base + expert)
         self._ledger.record_use(keys)
-        if self._matcher is not None:
-            self._matcher.observe(layer, self._probabilities(layer, letter), letter.ids, letter.inputs)
 
-    def _probabilities(self, layer: int, letter: GateLetter) -> np.ndarray:
-        if letter.scores is None:
-            return routed_distribution(letter.ids, letter.weights, self._experts)
-        return to_probabilities(self._layers[layer], torch.from_numpy(letter.scores)).numpy()
+    def _count_waste(self, key: int, unused: bool) -> None:
+        if unused:
+            self._meter.bytes_wasted += self._expert_bytes[key // self._experts]
+
+    def _take_offers(self) -> None:
+        while not self._offered.empty():
+            self._queue.offer(self._offered.get())
 
     def _admit(self) -> None:
-        """Queue copies while the link is idle: prefetches by urgency, then what was missed last."""
+        """Queue copies of prefetches by urgency while the link has few of them."""
         while self._ledger.has_free and self._ledger.copies_under_way < _COPIES_AHEAD:
             prefetch = self._queue.next_prefetch(self._now, lambda key: self._ledger.holder(key) < 0)
-            if prefetch is not None:
-                key, speculative = prefetch.key, True
-                value = self._rule.speculative_value(key, prefetch.probability)
-            elif self._missed:
-                key, speculative = self._missed.pop(), False
-                value = float(self._rule.values(np.array([key]))[0])
-            else:
+            if prefetch is None:
                 return
-            reservation = self._ledger.admit(key, value, speculative)
+            value = self._rule.speculative_value(prefetch.key, prefetch.probability)
+            reservation = self._ledger.admit(prefetch.key, value, speculative=True)
             if reservation is None:
                 continue
-            self._meter.bytes_prefetched += self._expert_bytes[key // self._experts]
-            if reservation.evicted is not None and reservation.evicted_unused:
-                self._meter.bytes_wasted += self._expert_bytes[reservation.evicted // self._experts]
+            self._meter.bytes_prefetched += self._expert_bytes[prefetch.key // self._experts]
+            if reservation.evicted is not None:
+                self._count_waste(reservation.evicted, reservation.evicted_unused)

@@ -27,6 +27,8 @@ from tests.engine.tiny_models import build_tiny_model
 pytest.importorskip("triton")
 
 from engine.expert_products import ExpertProducts
+from tests.engine.poison import poison_free_slots
+from tests.engine.settling import settle_alone
 
 PROMPTS = [[65, 66, 67], [72, 101, 108, 108, 111], [33]]
 NEW_TOKENS = 5
@@ -46,21 +48,34 @@ def answer(engine: Engine, prompts: list[list[int]], **settings: Any) -> list[St
     return list(engine.generate(prompts, GenerationSettings(**chosen)))
 
 
-def read_through_the_table(
-    self: ExpertProducts, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+def read_along_routes(
+    self: ExpertProducts,
+    layer: int,
+    routes: torch.Tensor,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """``ExpertProducts.__call__`` for gated SiLU experts in float32."""
+    """``ExpertProducts.__call__`` for gated SiLU experts in float32, landing and settling as its kernels do."""
     form = self.form
     result = torch.zeros_like(hidden)
-    for token, row in enumerate(ids.tolist()):
-        for rank, expert in enumerate(row):
-            address = int(self._table[layer * form.experts + expert])
-            up, down = (
-                read_floats(address + projection.offset, projection.size_out, projection.size_in)
-                for projection in (form.up, form.down)
-            )
-            gate, other = (up @ hidden[token]).chunk(2)
-            result[token] += weights[token, rank] * (down @ (F.silu(gate) * other))
+    pairs = ids.numel()
+    addresses, landings, _ = routes[: 3 * pairs].view(3, pairs).tolist()
+    flat = ids.flatten().tolist()
+    for pair, expert in enumerate(flat):
+        token, rank = divmod(pair, ids.shape[1])
+        address = addresses[flat.index(expert)]
+        up, down = (
+            read_floats(address + projection.offset, projection.size_out, projection.size_in)
+            for projection in (form.up, form.down)
+        )
+        gate, other = (up @ hidden[token]).chunk(2)
+        result[token] += weights[token, rank] * (down @ (F.silu(gate) * other))
+    nbytes = max(p.offset + 4 * p.size_in * p.size_out for p in (form.up, form.down))
+    for address, landing in zip(addresses, landings, strict=True):
+        if landing:
+            ctypes.memmove(landing, address, nbytes)
+    settle_alone(self._keeper, layer, form.experts, ids, routes)
     return result
 
 
@@ -72,7 +87,7 @@ def read_floats(address: int, rows: int, columns: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def products_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(ExpertProducts, "__call__", read_through_the_table)
+        monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +115,32 @@ def test_tokens_and_routing_are_the_hosts(source: ModelSource, cache: str, batch
         if step.phase == "decode":
             # An expert that is not on the device is read in place, and its bytes count.
             assert (step.traffic.misses + step.traffic.late > 0) == (step.traffic.bytes_on_demand > 0)
+
+
+def test_what_is_missed_is_moved_once_and_stays(source: ModelSource) -> None:
+    with open_engine(source, "device", policy="lru") as engine:
+        steps = [step for _ in range(3) for step in answer(engine, PROMPTS[:1])]
+    decode = [step.traffic for step in steps if step.phase == "decode"]
+    assert sum(traffic.bytes_prefetched for traffic in decode) == 0
+    misses = sum(traffic.misses for traffic in decode)
+    assert sum(traffic.bytes_on_demand for traffic in decode) == misses * engine.host.layout(0).nbytes
+    # Experts that only landed decode steps can have brought in are hit.
+    assert sum(traffic.hits for traffic in decode) > 0
+    assert misses < sum(traffic.routed for traffic in decode)
+
+
+def test_slots_are_written_only_when_nobody_reads_them(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned = poison_free_slots(monkeypatch)
+    shape = source.fingerprint
+    tokens = {}
+    for executor in ("host", "device"):
+        library = ResidentIndex(shape.layers, shape.experts, shape.hidden_size, capacity=50, distance=2)
+        with open_engine(source, executor, library=library, distance=2) as engine:
+            steps = [step for prompts in (PROMPTS[:1], PROMPTS) for step in answer(engine, prompts, max_new_tokens=12)]
+        tokens[executor] = [step.token_ids for step in steps]
+        assert all(step.logits is not None and step.logits.isfinite().all() for step in steps)
+    assert tokens["device"] == tokens["host"]
+    assert poisoned
 
 
 def test_drawn_tokens_are_the_hosts(source: ModelSource) -> None:
@@ -191,7 +232,7 @@ def test_a_model_that_cannot_be_captured_is_left_to_the_host_with_one_line(tmp_p
 def test_kernels_that_compute_something_else_leave_the_model_to_the_host(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ExpertProducts, "__call__", lambda self, layer, hidden, ids, weights: hidden)
+    monkeypatch.setattr(ExpertProducts, "__call__", lambda self, layer, routes, hidden, ids, weights: hidden)
     with open_engine(source, "host") as engine:
         expected = [step.token_ids for step in answer(engine, PROMPTS)]
     refused = pytest.warns(RuntimeWarning, match=r"its kernels' results for 3 tokens differ from its own by \d")

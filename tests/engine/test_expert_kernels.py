@@ -17,6 +17,7 @@ from engine.expert_arithmetic import apply_expert, find_accumulation
 from engine.expert_forms import find_activation, find_form
 from engine.families import MoELayer
 from engine.host_experts import HostExperts
+from engine.slot_orders import SlotOrders
 from engine.slots import DeviceSlots
 from engine.source import resolve_model
 from tests.engine.tiny_models import TINY_FAMILIES, build_tiny_model
@@ -24,6 +25,7 @@ from tests.engine.tiny_models import TINY_FAMILIES, build_tiny_model
 pytest.importorskip("triton")
 
 from engine.expert_products import MAX_TOKENS, ExpertProducts, Tile
+from engine.table_keeper import TableKeeper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -49,7 +51,12 @@ class Model:
     host: HostExperts
     slots: DeviceSlots
     table: AddressTable
+    orders: SlotOrders
+    keeper: TableKeeper
     products: ExpertProducts
+
+    def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.products(0, self.keeper.resolve(0, ids), hidden, ids, weights)
 
 
 def load(family: str, dtype: torch.dtype, folder: Path) -> Model:
@@ -61,8 +68,10 @@ def load(family: str, dtype: torch.dtype, folder: Path) -> Model:
     form = find_form(layer, host.layout(0))
     assert form.activation.name == FAMILIES[family]
     accumulation = find_accumulation(layer, host, dtype, DEVICE)
-    products = ExpertProducts(form, table.entries, accumulation, Tile(32, 16, 4), Tile(32, 32, 4))
-    return Model(layer, host, slots, table, products)
+    orders = SlotOrders(1, DEVICE)
+    keeper = TableKeeper(table, orders, host.layers, host.experts, 1)
+    products = ExpertProducts(form, keeper, accumulation, Tile(32, 16, 4), Tile(32, 32, 4))
+    return Model(layer, host, slots, table, orders, keeper, products)
 
 
 def exact(model: Model, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -89,7 +98,7 @@ def draw(model: Model, tokens: int, dtype: torch.dtype, seed: int) -> tuple[torc
 def check(model: Model, dtype: torch.dtype, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
     with torch.inference_mode():
         expected = exact(model, hidden, ids, weights)
-        found = model.products(0, hidden, ids, weights)
+        found = model.compute(hidden, ids, weights)
     assert found.dtype == dtype
     error = (found.double().cpu() - expected).abs().max() / expected.abs().max()
     assert error < BOUNDS[dtype]
@@ -126,7 +135,7 @@ def test_it_rounds_where_eager_rounds(dtype: torch.dtype, tmp_path: Path) -> Non
         for expert, rank in sorted((expert, rank) for rank, expert in enumerate(ids[0].tolist())):
             tensors = {n: v.to(DEVICE) for n, v in layout.views(model.host.buffer(0, expert)).items()}
             total += apply_expert(model.layer.experts, tensors, hidden) * weights[0, rank]
-        equal.append(model.products(0, hidden, ids, weights) == total)
+        equal.append(model.compute(hidden, ids, weights) == total)
     assert torch.cat(equal).float().mean() > 0.95
 
 
@@ -144,17 +153,35 @@ def test_an_expert_is_read_where_its_entry_points_to(tmp_path: Path) -> None:
     hidden, ids, weights = draw(model, 1, torch.float32, seed=4)
     key = int(ids[0, 0])
     size = model.host.layout(0).nbytes
-    at_home = model.products(0, hidden, ids, weights)
+    at_home = model.compute(hidden, ids, weights)
     slot = model.slots.bytes_of(1, 0, size)
     slot.copy_(model.host.buffer(0, key))
     model.table.write({key: 1})
-    assert torch.equal(model.products(0, hidden, ids, weights), at_home)
+    assert torch.equal(model.compute(hidden, ids, weights), at_home)
     slot.view(torch.float32).mul_(2)
-    assert not torch.allclose(model.products(0, hidden, ids, weights), at_home)
-    model.table.point_home(key)
-    assert torch.equal(model.products(0, hidden, ids, weights), at_home)
-    model.table.switch(key, 1)
-    assert not torch.allclose(model.products(0, hidden, ids, weights), at_home)
+    assert not torch.allclose(model.compute(hidden, ids, weights), at_home)
+    model.table.write({})
+    assert torch.equal(model.compute(hidden, ids, weights), at_home)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_is_read_at_home_lands_whole_in_the_slot_offered(family: str, tokens: int, tmp_path: Path) -> None:
+    dtype = torch.float32
+    model = load(family, dtype, tmp_path)
+    hidden, ids, weights = draw(model, tokens, dtype, seed=5)
+    at_home = model.compute(hidden, ids, weights)
+    size = model.host.layout(0).nbytes
+    for slot in (0, 1):
+        model.slots.bytes_of(slot, 0, size).fill_(255)
+        model.orders.offer(0, slot, -1)
+    assert torch.equal(model.compute(hidden, ids, weights), at_home)
+    landed = list(dict.fromkeys(ids.flatten().tolist()))[:2]
+    for slot, expert in enumerate(landed):
+        assert model.table.entries[expert] == model.table.slots[slot]
+        for name, home in model.host.layout(0).views(model.host.buffer(0, expert)).items():
+            assert torch.equal(model.slots.tensors(slot, 0)[name].cpu(), home)
+    assert torch.equal(model.compute(hidden, ids, weights), at_home)
 
 
 def test_experts_the_kernels_do_not_compute_are_refused_by_what_they_lack() -> None:

@@ -17,6 +17,7 @@ from engine.steps import GenerationSettings
 from engine.transfer_queue import Prefetch
 from engine.transfers import TransferEngine
 from store.index import ResidentIndex
+from tests.engine.poison import poison_free_slots
 from tests.engine.reference import SHARED, assert_identical, engine_answer, load_reference, reference_answer
 from tests.engine.test_lossless import TEXT
 
@@ -111,40 +112,24 @@ def test_tokens_of_the_device_are_eagers_up_to_rounding(name: str, cache: str) -
 
 @pytest.mark.parametrize("cache", ["10%", "40%"])
 def test_no_kernel_reads_a_slot_of_the_device_that_is_retired(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slot that becomes free is filled with not-a-numbers until another expert is copied into it."""
     pytest.importorskip("triton")
     poisoned = poison_free_slots(monkeypatch)
     source = open_model("demo")
+    shape = source.fingerprint
     settings = GenerationSettings(max_new_tokens=100, ignore_eos=True, keep_logits=True)
     answers = []
     for executor in ("host", "device"):
         budget = ExpertBudget.parse(cache)
-        with Engine.open(source, cache=budget, device="cuda", dtype="float32", executor=executor) as engine:
+        library = ResidentIndex(shape.layers, shape.experts, shape.hidden_size, capacity=500, distance=3)
+        with Engine.open(
+            source, cache=budget, device="cuda", dtype="float32", library=library, executor=executor
+        ) as engine:
             ids = engine.encode_text(TEXT * 40)
             steps = [step for start in range(3) for step in engine.generate([ids[start : start + 9]], settings)]
         answers.append([step.token_ids for step in steps])
         assert all(step.logits.isfinite().all() for step in steps if step.logits is not None)
     assert answers[0] == answers[1]
     assert len(poisoned) > 100
-
-
-def poison_free_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from engine.copy_streams import CudaCopies
-    from engine.slot_ledger import SlotLedger
-
-    poisoned: list[int] = []
-    drop = SlotLedger._drop
-
-    def drop_and_poison(self: SlotLedger, slot: int) -> None:
-        drop(self, slot)
-        copies = self._copies
-        assert isinstance(copies, CudaCopies)
-        with torch.cuda.stream(copies._stream):
-            copies._slots.bytes_of(slot, 0, copies._host.expert_bytes).fill_(255)
-        poisoned.append(slot)
-
-    monkeypatch.setattr(SlotLedger, "_drop", drop_and_poison)
-    return poisoned
 
 
 def open_model(name: str) -> ModelSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.address_table import AddressTable
 from engine.checkpoint import load_model
 from engine.errors import CaptureError
 from engine.expert_arithmetic import find_accumulation
 from engine.expert_forms import Activation, ExpertForm, find_form
-from engine.slots import DeviceSlots
 from engine.source import resolve_model
 from tests.engine.tiny_models import build_tiny_model
 
@@ -34,8 +33,8 @@ class Checked:
     form: ExpertForm
     arguments: tuple[Any, ...]
 
-    def check(self, tokens: int = 1, **changes: Any) -> None:
-        check_products(dataclasses.replace(self.form, **changes), *self.arguments, tokens, DEVICE)
+    def check(self, tokens: int = 1, lands: bool = True, **changes: Any) -> None:
+        check_products(dataclasses.replace(self.form, **changes), *self.arguments, tokens, lands, DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +46,14 @@ def clamped(tmp_path_factory: pytest.TempPathFactory) -> Checked:
 def load(family: str, dtype: torch.dtype, folder: Path) -> Checked:
     loaded = load_model(resolve_model(str(build_tiny_model(family, folder))), DEVICE, dtype)
     host, layer = loaded.experts, loaded.layers[-1]
-    table = AddressTable(host, DeviceSlots(host, 2, DEVICE), DEVICE)
     accumulation = find_accumulation(layer, host, dtype, DEVICE)
-    return Checked(find_form(layer, host.layout(layer.index)), (layer, host, table, accumulation))
+    return Checked(find_form(layer, host.layout(layer.index)), (layer, host, accumulation))
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_TOKENS])
-def test_kernels_that_compute_the_experts_pass(clamped: Checked, tokens: int) -> None:
-    clamped.check(tokens)
+@pytest.mark.parametrize("lands", [False, True])
+def test_kernels_that_compute_the_experts_pass(clamped: Checked, tokens: int, lands: bool) -> None:
+    clamped.check(tokens, lands)
 
 
 def test_half_precision_passes(tmp_path: Path) -> None:
@@ -89,15 +88,30 @@ def test_the_slots_bytes_are_compared_as_well_as_those_in_host_memory(
 ) -> None:
     compute = ExpertProducts.__call__
 
-    def poison_and_compute(self: ExpertProducts, layer: int, *routed: torch.Tensor) -> torch.Tensor:
-        home = clamped.arguments[2].home
-        (moved,) = torch.nonzero(self._table.cpu() != home).flatten().tolist()
-        assert moved // self.form.experts == layer
-        self._table[moved] = home[moved - 1]
-        return compute(self, layer, *routed)
+    def misread(self: ExpertProducts, layer: int, routes: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+        slots = self._keeper.table_arguments[2]
+        (pair,) = torch.nonzero(routes == slots[0]).flatten().tolist()
+        routes[pair] = routes[pair + 1]
+        return compute(self, layer, routes, *routed)
 
-    monkeypatch.setattr(ExpertProducts, "__call__", poison_and_compute)
+    monkeypatch.setattr(ExpertProducts, "__call__", misread)
     with pytest.raises(CaptureError, match="differ from its own"):
+        clamped.check()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="changes a bit behind the kernels' back")
+def test_an_expert_that_does_not_land_whole_is_refused(clamped: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = ExpertProducts.__call__
+
+    def change_a_bit(self: ExpertProducts, layer: int, routes: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+        found = compute(self, layer, routes, *routed)
+        pairs = (len(routes) - 3) // 3
+        for address in filter(None, routes[pairs : 2 * pairs].tolist()):
+            ctypes.c_ubyte.from_address(address).value ^= 1
+        return found
+
+    monkeypatch.setattr(ExpertProducts, "__call__", change_a_bit)
+    with pytest.raises(CaptureError, match="do not bring an expert of layer 2 to a slot whole"):
         clamped.check()
 
 
