@@ -25,12 +25,13 @@ class ResidentModel:
 
     Attributes:
         default_implementation: the experts implementation that transformers chooses by itself.
+        implementation: the one in use.
         expert_bytes: bytes of all experts.
     """
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, device: torch.device) -> None:
         self._model = model
-        self.default_implementation = str(model.config._experts_implementation)
+        self.default_implementation = self.implementation = str(model.config._experts_implementation)
         self.expert_bytes = sum(
             parameter.nbytes
             for module in model.modules()
@@ -80,6 +81,7 @@ class ResidentModel:
     def use(self, implementation: str) -> None:
         """Run the experts by another implementation of transformers, such as ``eager``."""
         self._model.set_experts_implementation(implementation)
+        self.implementation = implementation
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> Generator[Step, None, None]:
         """Answer a batch of prompts; see ``TokenLoop.generate``. No step has expert traffic."""

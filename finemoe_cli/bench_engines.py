@@ -11,7 +11,7 @@ from engine.adaptive import AdaptivePlan
 from engine.adaptive_choice import AdaptiveFit
 from engine.budget import ExpertBudget
 from engine.checkpoint import LoadedModel, load_model
-from engine.decoding import ExecutorChoice
+from engine.decoding import ExecutorChoice, drives_itself
 from engine.devices import choose_device, choose_dtype, free_bytes, release_memory
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
@@ -38,17 +38,27 @@ class BenchEngines:
         history: routing that policies are taught by; None where none of them is.
     """
 
-    def __init__(self, settings: Settings, source: ModelSource, distance: int, hardware: Hardware | None) -> None:
-        """``hardware``: times of this machine, if it has been profiled."""
+    def __init__(
+        self,
+        settings: Settings,
+        source: ModelSource,
+        distance: int,
+        hardware: Hardware | None,
+        loaded: LoadedModel | None = None,
+    ) -> None:
+        """``hardware``: times of this machine, if they are known; ``loaded``: the model, to spare loading it."""
         self.device = choose_device(settings.device.text)
         self.history: RoutingTrace | None = None
+        self._given = loaded
         self._settings = settings
         self._source = source
         self._distance = distance
-        self._hardware = hardware
+        self.hardware = hardware
 
     @cached_property
     def _loaded(self) -> LoadedModel:
+        if self._given is not None:
+            return self._given
         with progress() as display:
             task = display.add_task(f"loading {self._source.name}", total=None)
             return load_model(
@@ -81,7 +91,7 @@ class BenchEngines:
             history=self.history,
             future=future,
             trace=trace,
-            adaptive=self._adaptive(cache) if policy == ADAPTIVE else None,
+            adaptive=self._adaptive(cache, executor) if policy == ADAPTIVE else None,
             loaded=self._loaded,
             executor=executor,
         )
@@ -109,16 +119,16 @@ class BenchEngines:
     def _fit(self) -> AdaptiveFit | None:
         return None if self.history is None else AdaptiveFit(self.history)
 
-    def _adaptive(self, cache: ExpertBudget) -> AdaptivePlan | None:
+    def _adaptive(self, cache: ExpertBudget, executor: ExecutorChoice) -> AdaptivePlan | None:
         """Fitted once; its settings are chosen for the budget where the machine's times are known."""
         if self._fit is None:
             return None
         host = self._loaded.experts
         experts = host.layers * host.experts
         budget = cache.resolve(experts * slot_bytes(host.expert_bytes), free_bytes(self.device))
-        return self._fit.plan(
-            self._hardware, slots_within(budget, host.expert_bytes, experts, self._source.fingerprint.top_k)
-        )
+        slots = slots_within(budget, host.expert_bytes, experts, self._source.fingerprint.top_k)
+        in_place = drives_itself(executor, self.device)
+        return self._fit.plan(self.hardware, slots, in_place)
 
     def _has_linear_gates(self) -> bool:
         try:

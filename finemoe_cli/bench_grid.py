@@ -12,7 +12,7 @@ from engine.benchmarking import BenchLibrary, Generating, StoreState, Workload, 
 from engine.decoding import ExecutorChoice
 from engine.devices import release_memory
 from engine.engine import Engine
-from engine.errors import BudgetError, DeviceError, FinemoeError, UnsupportedModelError
+from engine.errors import DeviceError, UnsupportedModelError
 from engine.live_policies import SEARCHING
 from engine.measures import measure_requests
 from engine.resident import ResidentModel
@@ -25,6 +25,7 @@ from finemoe_cli.bench_plan import DRIVEN, BenchPlan, Cell
 from finemoe_cli.bench_prompts import BenchPrompts
 from finemoe_cli.bench_records import Row, describe_knowledge, describe_tokens, make_record
 from finemoe_cli.bench_stores import BenchStore
+from finemoe_cli.bench_turns import take_turns
 from finemoe_cli.console import note, report_error
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.quantities import count_of
@@ -151,29 +152,8 @@ class LiveGrid:
         return row, answered
 
     def _take_turns(self, workload: Workload, turns: Mapping[str, Turn]) -> Iterator[BenchRecord]:
-        """Measure rows side by side: each has its turn in every repetition.
-
-        So a drift of the machine's speed, or of its load, hits all of them alike.
-        What ends it early is raised once the rows with a whole repetition have been recorded.
-        """
-        done: dict[str, list[tuple[Row, Pass]]] = {name: [] for name in turns}
-        ended_by: BaseException | None = None
-        try:
-            for number in range(self._plan.repetitions):
-                note(f"repetition {number + 1} of {self._plan.repetitions}: {', '.join(done)}")
-                for name in list(done):
-                    try:
-                        done[name].append(turns[name]())
-                    except (BudgetError, UnsupportedModelError) as error:
-                        note(f"left out: {name}: {error}")
-                        del done[name]
-        except (KeyboardInterrupt, FinemoeError) as error:
-            ended_by = error
-        for repeated in done.values():
-            if repeated:
-                yield self._record(repeated[0][0], workload, [one for _, one in repeated])
-        if ended_by is not None:
-            raise ended_by
+        for repeated in take_turns(turns, self._plan.repetitions):
+            yield self._record(repeated[0][0], workload, [one for _, one in repeated])
 
     def _repeat(self, cell: Cell, workload: Workload) -> tuple[Row, Pass]:
         """One repetition on an engine of its own, whose device memory is free again when this returns."""

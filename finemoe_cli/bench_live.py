@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -99,6 +100,26 @@ def bench(
         int | None,
         typer.Option("--seed", metavar="S", min=0, help="Shuffle the prompts first.", show_default="in order"),
     ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic",
+            metavar="SHAPE",
+            help="Random weights in a real model's shape: mixtral-8x7b, qwen1.5-moe, phi-3.5-moe or qwen3-30b-a3b.",
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            "--routing", metavar="TRACE", help="Routing that --synthetic replays; or random.", show_default="bundled"
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers", metavar="N", min=1, help="Run the first N layers of the --synthetic shape.", show_default="all"
+        ),
+    ] = None,
     output: OutputOption = OutputFormat.md,
 ) -> None:
     """Measure policies on the live engine, or replay them on recorded routing.
@@ -123,6 +144,15 @@ def bench(
     decode, with deviation and percentiles. The records are kept: see 'finemoe
     bench runs' and 'finemoe bench show'. Ctrl-C keeps those that are done.
 
+    With --synthetic no weights are needed: they are random, of a real model's
+    full size. Its routing, on which a cache's worth depends, is replayed from a
+    trace of a trained model with as many layers, experts and experts a token; one
+    of a miniature comes with every shape but qwen3-30b-a3b. --store-prompts and
+    --test-prompts count the trace's requests. Rows with all experts resident, by
+    transformers and by each executor, come first; then link_ms, a decode step's
+    bytes over the measured link, and bound, that and the resident step. What the
+    model answers means nothing, so tokens are not compared.
+
     \b
     Examples:
         finemoe bench
@@ -130,6 +160,8 @@ def bench(
         finemoe bench --model ./mixtral --cache 12GiB,24GiB -p 32,512 -n 64
         finemoe bench --executor host,device --cache 25%,50% -n 64 -r 3
         finemoe bench --store team-maps --states warm -r 5 -o json > r.json
+        finemoe bench --synthetic qwen1.5-moe --executor host,device -n 64
+        finemoe bench --synthetic mixtral-8x7b --routing t.parquet --layers 4
         finemoe bench record routing.parquet --dataset demo --limit 20
         finemoe bench replay routing.parquet --hardware h200/gpt-oss
     """
@@ -137,6 +169,7 @@ def bench(
         _refuse_stray_options(context)
         return
     given = {name: value for name, value in context.params.items() if name != "output" and value is not None}
+    _check_synthetic(context, synthetic)
     if store == NO_STORE:
         raise UsageError("policies without a store are measured without one anyway: leave --store none out")
     if store is not None and capacity is not None:
@@ -159,14 +192,20 @@ def bench(
         test_prompts=test_prompts,
         distance=distance,
     )
+    if synthetic is not None:
+        from finemoe_cli.bench_synthetic import SyntheticBench, SyntheticRequest
+
+        made = SyntheticBench(settings, SyntheticRequest(synthetic, layers, routing), plan, capacity, given)
+        _write(made.records(), output, of_synthetic=True)
+        made.check_outcome()
+        return
     prompt_set = open_prompt_set(prompts, None, seed, None)
     source = open_source(settings)
 
-    from finemoe_cli.bench_records import COLUMNS, shorten_record
     from finemoe_cli.bench_run import LiveBench
 
     live = LiveBench(settings, source, plan, prompt_set, store, capacity, seed, given)
-    write_records(live.records(), output, COLUMNS, shorten_record)
+    _write(live.records(), output, of_synthetic=False)
     live.check_outcome()
 
 
@@ -202,7 +241,6 @@ def show(
         finemoe bench show last
         finemoe bench show 1f0c2a -o csv > records.csv
     """
-    from finemoe_cli.bench_records import COLUMNS, shorten_record
     from store.bench_runs import BenchRuns
 
     with closing(_open_catalog(load_settings())) as catalog:
@@ -210,7 +248,18 @@ def show(
         found = kept.find(run)
         records = kept.records(found.id)
     note(_line(found))
-    write_records(({"run": found.id, **record.to_dict()} for record in records), output, COLUMNS, shorten_record)
+    shown = [{"run": found.id, **record.to_dict()} for record in records]
+    _write(shown, output, of_synthetic=bool(shown) and "synthetic" in shown[0])
+
+
+def _write(records: Iterable[dict[str, Any]], output: OutputFormat, of_synthetic: bool) -> None:
+    from finemoe_cli import bench_records, bench_synthetic_records
+
+    if of_synthetic:
+        made = bench_synthetic_records
+        write_records(records, output, made.COLUMNS, made.shorten_synthetic, made.caption)
+    else:
+        write_records(records, output, bench_records.COLUMNS, bench_records.shorten_record)
 
 
 def _check_policies(names: list[str]) -> list[str]:
@@ -222,13 +271,33 @@ def _check_policies(names: list[str]) -> list[str]:
 
 def _refuse_stray_options(context: typer.Context) -> None:
     """Options of the live benchmark before a command's name would have no effect."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(
-                f"{parameter.opts[-1]} belongs to 'finemoe bench' without a command; give the options of "
-                f"{context.invoked_subcommand} after its name"
-            )
+    for option in _options_given(context).values():
+        raise UsageError(
+            f"{option} belongs to 'finemoe bench' without a command; give the options of "
+            f"{context.invoked_subcommand} after its name"
+        )
+
+
+def _check_synthetic(context: typer.Context, synthetic: str | None) -> None:
+    """Options that would have no effect with, or without, a synthetic model."""
+    given = _options_given(context)
+    if synthetic is None:
+        for name in given.keys() & {"routing", "layers"}:
+            raise UsageError(f"{given[name]} is for --synthetic alone")
+        return
+    for name in given.keys() & {"model", "prompts", "prompt_lengths", "store", "seed"}:
+        raise UsageError(f"{given[name]} has no effect with --synthetic, which walks through a trace's requests")
+
+
+def _options_given(context: typer.Context) -> dict[str, str]:
+    """The options on the command line, as they are written, by their parameters' names."""
+    return {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name is not None
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    }
 
 
 def _open_catalog(settings: Settings) -> Catalog:

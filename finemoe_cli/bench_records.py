@@ -162,8 +162,8 @@ def shorten_record(record: dict[str, Any]) -> dict[str, Any]:
         "hit": _percent(record["hit"]),
         "late": _percent(record["late"]),
         "miss": _percent(record["miss"]),
-        "MiB": _mebibytes(record["bytes_moved"]),
-        "wasted": _mebibytes(record["wasted_bytes"]),
+        "MiB": show_mebibytes(record["bytes_moved"]),
+        "wasted": show_mebibytes(record["wasted_bytes"]),
         "stall_ms": _rounded(record["stall_ms"]),
     }
 
@@ -199,5 +199,5 @@ def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
 
 
-def _mebibytes(count: int | None) -> str | None:
+def show_mebibytes(count: int | None) -> str | None:
     return None if count is None else f"{count / 2**20:,.1f}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 from engine.checkpoint import load_tokenizer
 from engine.decoding import drives_itself
 from engine.devices import choose_device, choose_dtype
-from engine.errors import FinemoeError, LosslessError
+from engine.errors import LosslessError
 from engine.footprint import ModelFootprint, measure_model
 from engine.machine import identify_machine
 from engine.prompts import PromptSet
@@ -20,6 +17,7 @@ from engine.slots import slots_within
 from engine.source import ModelSource
 from finemoe_cli.bench_engines import BenchEngines
 from finemoe_cli.bench_grid import LiveGrid
+from finemoe_cli.bench_keeping import BenchKeeper
 from finemoe_cli.bench_plan import BenchPlan
 from finemoe_cli.bench_prompts import draw_prompts
 from finemoe_cli.bench_stores import BenchStore
@@ -27,10 +25,6 @@ from finemoe_cli.console import note
 from finemoe_cli.interrupts import Interruptible
 from finemoe_cli.profiles import find_profile
 from finemoe_cli.settings import Settings
-from store.bench_runs import BenchRuns
-from store.catalog import Catalog, RunStatus
-
-_VERSIONS = ("finemoe", "torch", "transformers")
 
 
 class LiveBench:
@@ -54,14 +48,10 @@ class LiveBench:
         options: Mapping[str, Any],
     ) -> None:
         """``store``: the user's, to read; ``capacity``: of a temporary one; ``options``: the command's, as given."""
-        self._settings = settings
-        self._source = source
-        self._options = options
         device, dtype = choose_device(settings.device.text), choose_dtype(settings.dtype.text, source.config)
         for executor in plan.executors:
             drives_itself(executor, device)
-        self._machine = identify_machine(device, dtype)
-        self._versions = {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}}
+        machine = identify_machine(device, dtype)
         profile = find_profile(settings, source)
         if profile is not None and plan.distance is None:
             note(f"profile of this machine: prefetch distance {profile.distance}")
@@ -73,59 +63,21 @@ class LiveBench:
         else:
             filled = BenchStore.copied(settings, source, store)
         drawn = draw_prompts(prompts, plan, load_tokenizer(source), source.context_length, filled.prompt_hashes)
-        self._dataset = drawn.dataset
-        identity = {
-            "model": source.name,
-            "fingerprint": source.fingerprint.digest,
-            "device": str(device),
-            "dtype": self._machine.dtype,
-            "machine": self._machine.describe(),
-            "dataset": drawn.dataset,
-            "seed": seed,
-            **{f"{name}_version": number for name, number in self._versions.items()},
-            "options": dict(options),
-        }
+        self._keeper = BenchKeeper(settings, source, machine, drawn.dataset, options)
+        identity = self._keeper.identity(str(device), seed)
         self._interrupt = Interruptible()
         hardware = None if profile is None else profile.hardware
         engines = BenchEngines(settings, source, plan.distance or filled.maps.distance, hardware)
         self._grid = LiveGrid(settings, source, plan, drawn, filled, identity, engines, self._interrupt)
-        self._ended_by: BaseException | None = None
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Measure; yield each record once the catalog holds it. Whatever ends it, the records so far are kept."""
-        catalog = Catalog.open(self._settings.home_folder, self._settings.catalog_url.value)
-        with closing(catalog), self._interrupt:
-            kept = BenchRuns(catalog)
-            run = kept.begin(
-                self._source.fingerprint,
-                self._source.name,
-                self._machine,
-                self._dataset,
-                self._options,
-                self._versions,
-            )
-            status: RunStatus = "interrupted"
-            try:
-                with closing(self._grid.measure()) as records:
-                    for record in records:
-                        kept.add(run, record)
-                        yield {"run": run, **record.to_dict()}
-                status = "failed" if self._grid.differing else "finished"
-            except KeyboardInterrupt as interrupt:
-                self._ended_by = interrupt
-            except FinemoeError as error:
-                status, self._ended_by = "failed", error
-            except Exception:
-                status = "failed"
-                raise
-            finally:
-                kept.finish(run, status)
-                note(f"kept: finemoe bench show {run[:12]}")
+        return self._keeper.keep(self._grid.measure(), self._interrupt, lambda: bool(self._grid.differing))
 
     def check_outcome(self) -> None:
         """Raise what ended the measurement before its time, or a LosslessError if tokens differed."""
-        if self._ended_by is not None:
-            raise self._ended_by
+        if self._keeper.ended_by is not None:
+            raise self._keeper.ended_by
         if self._grid.differing:
             raise LosslessError(
                 f"not lossless: {', '.join(self._grid.differing)} generated other tokens than {self._grid.reference}; "

@@ -27,6 +27,7 @@ def write_records(
     form: OutputFormat,
     columns: Sequence[str],
     shorten: Callable[[Row], Row] = lambda record: record,
+    caption: Callable[[Row], str] | None = None,
 ) -> None:
     """Write records that share their names; jsonl writes each as it comes.
 
@@ -35,6 +36,7 @@ def write_records(
     Args:
         columns: what md shows.
         shorten: makes of a record what md shows, for names and values that people read more easily.
+        caption: makes of the first record what md says above the table.
     """
     if form is OutputFormat.jsonl:
         for record in records:
@@ -47,6 +49,8 @@ def write_records(
             rows.append(record)
     except KeyboardInterrupt as pressed:
         interrupt = pressed
+    if caption is not None and rows and form is OutputFormat.md:
+        write(f"{caption(rows[0])}\n\n")
     _write_all(rows, form, columns, shorten)
     if interrupt is not None:
         raise interrupt

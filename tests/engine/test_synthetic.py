@@ -1,36 +1,18 @@
-"""Full-size shapes without weights, and routing replayed from a trace; here in a tiny shape of their own."""
+"""Full-size shapes without weights; what is run has a tiny shape of its own."""
 
 from __future__ import annotations
 
-import numpy as np
+import re
+
 import pytest
 import torch
 
-from engine import synthetic
-from engine.budget import ExpertBudget
-from engine.engine import Engine
-from engine.errors import TraceError, UsageError
+from engine.devices import choose_dtype
+from engine.errors import UsageError
 from engine.footprint import measure_model
-from engine.steps import GenerationSettings
-from engine.synthetic import SHAPES, ReplayedRouting, SyntheticShape, synthesize, synthetic_config
-from tests.engine.sample_traces import sample_manifest, sample_trace
-
-CPU = torch.device("cpu")
-TINY = SyntheticShape(
-    "qwen2_moe",
-    {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 5000,
-    },
-    "moe_intermediate_size",
-)
+from engine.room import MemoryRoom
+from engine.synthetic import SHAPES, synthesize, synthetic_config, synthetic_source
+from tests.engine.tiny_shapes import TINY
 
 
 @pytest.mark.parametrize(
@@ -53,24 +35,44 @@ def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
         synthetic_config("gpt")
 
 
-def test_a_synthetic_model_runs_with_a_traces_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
-    source, loaded = synthesize("tiny", CPU, torch.float32)
-    trace = sample_trace(1, 4, sample_manifest(2, 6, 2))
-    steps = trace.requests[0].probabilities
-    assert steps is not None
-    ReplayedRouting(loaded.layers, trace, CPU).attach()
-    seen: list[list[int]] = []
-    with Engine.open(source, cache=ExpertBudget.parse("100%"), device="cpu", dtype="float32", loaded=loaded) as engine:
-        loaded.layers[1].experts.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1].tolist()))
-        tokens = list(engine.generate([[5, 6, 7]], GenerationSettings(max_new_tokens=4, ignore_eos=True)))
-    assert len(tokens) == 4
-    expected = [set(np.argsort(-steps[i % len(steps), 1].astype(np.float32))[:2].tolist()) for i in range(6)]
-    assert [set(row) for row in seen] == expected
+def test_the_first_layers_alone_can_be_had() -> None:
+    source = synthetic_source("qwen1.5-moe", 2)
+    assert (source.fingerprint.layers, source.fingerprint.experts, source.fingerprint.top_k) == (2, 60, 4)
+    assert choose_dtype("auto", source.config) is torch.bfloat16
+    for layers in (0, 25):
+        with pytest.raises(UsageError, match=r"qwen1\.5-moe has 24 layers: give --layers between 1 and as many"):
+            synthetic_source("qwen1.5-moe", layers)
 
 
-def test_a_trace_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(synthetic.SHAPES, "tiny", TINY)
-    _, loaded = synthesize("tiny", CPU, torch.float32)
-    with pytest.raises(TraceError, match="no gate distributions of 2 x 6 experts"):
-        ReplayedRouting(loaded.layers, sample_trace(1, 4, sample_manifest(3, 6, 2)), CPU)
+def test_experts_differ_within_a_layer_and_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY["qwen2_moe"])
+    loaded = synthesize(synthetic_source("tiny"), torch.device("cpu"), torch.float32)
+    host = loaded.experts
+    assert (host.layers, host.experts, len(loaded.layers)) == (3, 6, 3)
+    views = [host.layout(0).views(host.buffer(0, expert)) for expert in range(2)]
+    assert {name: tuple(view.shape) for name, view in views[0].items()} == {
+        "gate_up_proj": (64, 64),
+        "down_proj": (64, 32),
+    }
+    assert not torch.equal(views[0]["down_proj"], views[1]["down_proj"])
+    assert 0.01 < views[0]["gate_up_proj"].std() < 0.03
+
+
+def test_what_does_not_fit_is_told_with_all_sizes() -> None:
+    size = measure_model(synthetic_config("qwen1.5-moe"), torch.bfloat16, "qwen1.5-moe")
+    gib = 1 << 30
+    roomy = MemoryRoom(80 * gib, 200 * gib, shared=False)
+    assert roomy.refuse_offloaded(size, size.slots_bytes, 512) is roomy.refuse_resident(size, 512) is None
+    lacking = r"23\.20 GiB of experts do not fit the host, which has 20\.00 GiB free"
+    assert re.match(lacking, MemoryRoom(80 * gib, 20 * gib, shared=False).refuse_offloaded(size, gib, 512) or "")
+    small = MemoryRoom(8 * gib, 200 * gib, shared=False)
+    assert re.match(
+        r"3\.\d\d GiB of dense weights, 6\.00 GiB of expert slots and 96\.00 MiB of key/value cache do not fit the dev",
+        small.refuse_offloaded(size, 6 * gib, 512) or "",
+    )
+    assert "of weights and 96.00 MiB of key/value cache do not fit the device" in (
+        small.refuse_resident(size, 512) or ""
+    )
+    shared = MemoryRoom(28 * gib, 28 * gib, shared=True)
+    assert "23.20 GiB of experts, 3." in (shared.refuse_offloaded(size, 6 * gib, 512) or "")
+    assert shared.refuse_offloaded(size, gib, 512) is None

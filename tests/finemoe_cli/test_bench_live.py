@@ -21,7 +21,8 @@ from engine.resident import ResidentModel
 from engine.source import resolve_model
 from store.catalog import Catalog
 from store.profiles import save_profile
-from tests.engine.test_device_decode import read_through_the_table
+from tests.engine.test_device_decode import read_along_routes
+from tests.engine.tiny_models import build_tiny_model
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
 QUICK = ("-n", "3", "-r", "1", "--store-prompts", "3", "--test-prompts", "2")
@@ -201,9 +202,11 @@ def test_executors_are_compared_and_the_devices_tokens_with_eagers(
     from engine.expert_products import ExpertProducts
 
     # PyTorch reads the experts through the address table, as Triton's interpreter takes seconds for a token.
-    monkeypatch.setattr(ExpertProducts, "__call__", read_through_the_table)
-    plan = ("--policies", "lru", "--cache", "100%", "-p", "4", "-n", "3", "-r", "1", "--store-prompts", "1")
-    arguments = ("bench", *plan, "--test-prompts", "1", "--executor", "host,device", "--device", "cpu", "-o", "json")
+    monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
+    model = str(build_tiny_model("qwen2_moe", tmp_path / "tiny"))
+    plan = ("--model", model, "--policies", "lru", "--cache", "100%", "-p", "4", "-n", "3", "-r", "1")
+    few = ("--store-prompts", "1", "--test-prompts", "1")
+    arguments = ("bench", *plan, *few, "--executor", "host,device", "--device", "cpu", "-o", "json")
     outcome = run_here(tmp_path, *arguments, "--dtype", "float32")
     records = json.loads(outcome.stdout)
     rows = [(r["policy"], r["executor"]) for r in records if "resident" not in r["policy"]]
