@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from engine.architecture import build_skeleton, model_class, require_moe_layers
-from engine.errors import CheckpointError, DeviceError, UsageError
+from engine.devices import free_bytes
+from engine.errors import CheckpointError, UsageError
 from engine.expert_plan import ExpertParameter, plan_experts
 from engine.families import MoELayer, expert_parameters, find_moe_layers, is_experts_module
+from engine.free_memory import free_host_bytes
 from engine.host_experts import ExpertLayout, HostExperts
+from engine.memory_needs import MemoryNeeds, WeightSizes
 from engine.shards import INDEX_NAME, Shard, ShardReader, read_shard
 from engine.source import ModelSource
 
@@ -43,21 +47,30 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
 
+    @property
+    def sizes(self) -> WeightSizes:
+        return WeightSizes(
+            expert_bytes=self.experts.expert_bytes,
+            experts=self.experts.layers * self.experts.experts,
+            experts_bytes=self.experts.total_bytes,
+            dense_bytes=sum(parameter.nbytes for parameter in self.model.parameters()),
+        )
+
 
 def load_model(
     source: ModelSource,
     device: torch.device,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-    admit: Callable[[int, int], None] | None = None,
+    admit: Callable[[WeightSizes], MemoryNeeds] | None = None,
 ) -> LoadedModel:
     """Load a model with its dense part on ``device`` and its experts in host memory (page-locked for CUDA).
 
     ``dtype`` None keeps the checkpoint's. ``progress(bytes_done, bytes_total)`` is called from this thread.
-    ``admit(expert_bytes, experts)``, the largest expert's bytes and the number of experts of all layers, is called
-    before anything is read and may raise to refuse the model.
+    ``admit`` is called before anything is read and may raise to refuse the model; by default it refuses what has no
+    room for the weights.
     Raises CheckpointError if any tensor, dense or expert, is missing, unexpected or of another shape, and
-    DeviceError if the dense part does not fit the device.
+    MemoryShortageError if there is too little memory.
     """
     shards = [read_shard(file) for file in source.shards]
     dtype = dtype or _stored_dtype(source, shards)
@@ -69,24 +82,25 @@ def load_model(
     layouts = [
         ExpertLayout.pack({p.name: (p.shape, p.dtype) for p in planned if p.layer == layer.index}) for layer in layers
     ]
-    if admit is not None:
-        admit(max(layout.nbytes for layout in layouts), len(layouts) * layers[0].num_experts)
     expert_bytes = sum(layout.nbytes for layout in layouts) * layers[0].num_experts
-    total = sum(parameter.nbytes for parameter in _dense_tensors(skeleton, planned)) + expert_bytes
+    sizes = WeightSizes(
+        expert_bytes=max(layout.nbytes for layout in layouts),
+        experts=len(layouts) * layers[0].num_experts,
+        experts_bytes=expert_bytes,
+        dense_bytes=sum(parameter.nbytes for parameter in _dense_tensors(skeleton, planned)),
+    )
+    needs = admit(sizes) if admit is not None else _admit_weights(sizes, source.name, device, dtype)
+    total = sizes.dense_bytes + expert_bytes
     report = progress or (lambda done, of: None)
     report(0, total)
     model = _load_dense(source, dtype, where)
     tokenizer = load_tokenizer(source)
-    try:
-        model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"{source.name}: the dense part ({(total - expert_bytes) / 2**30:.2f} GiB) does not fit on {device}; free "
-            "memory there or use --device cpu."
-        ) from error
-    report(total - expert_bytes, total)
-    experts = HostExperts(layouts, layers[0].num_experts)
-    _read_experts(experts, planned, source, device, lambda done: report(total - expert_bytes + done, total))
+    report(sizes.dense_bytes, total)
+    with needs.naming(f"loading {source.name}"), ThreadPoolExecutor(1) as aside:
+        experts = HostExperts(layouts, layers[0].num_experts)
+        moved = aside.submit(model.to, device)
+        _read_experts(experts, planned, source, device, lambda done: report(sizes.dense_bytes + done, total))
+        moved.result()
     return LoadedModel(
         model=model,
         layers=find_moe_layers(model),
@@ -95,6 +109,12 @@ def load_model(
         eos_token_ids=end_of_turn(model, tokenizer),
         dtype=dtype,
     )
+
+
+def _admit_weights(sizes: WeightSizes, name: str, device: torch.device, dtype: torch.dtype) -> MemoryNeeds:
+    needs = MemoryNeeds(name, device, dtype, sizes.experts_bytes, sizes.dense_bytes)
+    needs.check(free_bytes(device), free_host_bytes())
+    return needs
 
 
 def _read_experts(

@@ -54,8 +54,11 @@ def choose_dtype(name: str, config: Any) -> torch.dtype:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on a CUDA device; None on the CPU, where slots are plain host memory."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    """Bytes free on a CUDA device, PyTorch's own pool included; None on the CPU, where slots are plain host memory."""
+    if device.type != "cuda":
+        return None
+    pooled = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + pooled
 
 
 def release_memory(device: torch.device) -> None:

@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from engine.adaptive import AdaptivePlan
+from engine.admission import DEFAULT_CONTEXT, Admission
 from engine.budget import ExpertBudget
 from engine.cache import ExpertCache
 from engine.chat_template import encode_chat
 from engine.checkpoint import LoadedModel, load_model
 from engine.decoding import DeviceDecoding, ExecutorChoice, JointTraffic, choose_executor, drives_itself
-from engine.devices import choose_device, choose_dtype, free_bytes
+from engine.devices import choose_device, choose_dtype
 from engine.errors import EngineClosedError, UsageError
 from engine.executor import HostDrivenExecutor
 from engine.expert_arithmetic import find_accumulation
@@ -28,7 +29,7 @@ from engine.observer import GateObserver, join_subscribers
 from engine.policies import OnDemand
 from engine.policy_names import cache_partitions
 from engine.records import ExpertMapLibrary
-from engine.slots import DeviceSlots, slot_bytes, slots_within
+from engine.slots import DeviceSlots, slot_bytes
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step, Traffic
 from engine.trace_files import TraceWriter
@@ -66,6 +67,7 @@ class Engine:
         trace: TraceWriter | None,
         loaded: LoadedModel | None,
         executor: str,
+        context: int,
     ) -> None:
         if distance < 1:
             raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
@@ -82,13 +84,8 @@ class Engine:
         partitions = cache_partitions(self.policy, layers)
         inputs = PolicyInputs(layers, experts, top_k, distance, library, history, future, adaptive)
         check_needs(self.policy, inputs)
-
-        def admit(expert_bytes: int, experts: int) -> None:
-            if not cache.is_automatic:
-                budget = cache.resolve(experts * slot_bytes(expert_bytes), None)
-                slots_within(budget, expert_bytes, experts, top_k, partitions)
-
-        loaded = loaded or load_model(source, self.device, self.dtype, progress, admit)
+        admission = Admission(source, cache, self.device, self.dtype, context, partitions)
+        loaded = loaded or load_model(source, self.device, self.dtype, progress, admission.admit)
         host = loaded.experts
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))
         recorder = None if trace is None else TraceRecorder(trace, loaded.layers)
@@ -98,9 +95,9 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.expert_bytes = slot_bytes(host.expert_bytes)
         self.total_expert_bytes = host.layers * host.experts * self.expert_bytes
-        self.budget_bytes = cache.resolve(self.total_expert_bytes, free_bytes(self.device))
+        self.memory, self.slots = admission.settle(loaded.sizes)
+        self.budget_bytes = self.memory.slots_bytes
         keys = host.layers * host.experts
-        self.slots = slots_within(self.budget_bytes, host.expert_bytes, keys, top_k, partitions)
         slots = DeviceSlots(host, self.slots, self.device)
         # The last step that may refuse the model: what follows starts threads, which only ``close`` ends.
         accumulation = find_accumulation(loaded.layers[0], host, self.dtype, self.device)
@@ -179,6 +176,7 @@ class Engine:
         trace: TraceWriter | None = None,
         loaded: LoadedModel | None = None,
         executor: str = "host",
+        context: int = DEFAULT_CONTEXT,
     ) -> Engine:
         """Load a model.
 
@@ -198,9 +196,11 @@ class Engine:
                 loading it again.
             executor: who drives decode steps: ``host``, bit for bit as transformers; ``device``, whose sums are in
                 another order; or ``auto``, the device wherever it can.
+            context: tokens of a prompt and its reply whose key/value cache has to fit beside the budget.
 
         Raises:
-            BudgetError, DeviceError, CheckpointError, PolicyError, UnsupportedModelError, UsageError
+            BudgetError, DeviceError, CheckpointError, MemoryShortageError, PolicyError, UnsupportedModelError,
+            UsageError
         """
         return cls(
             source,
@@ -218,6 +218,7 @@ class Engine:
             trace=trace,
             loaded=loaded,
             executor=executor,
+            context=context,
         )
 
     @property
@@ -250,10 +251,12 @@ class Engine:
 
         Raises:
             EngineClosedError: the engine has been closed, before or meanwhile.
+            MemoryShortageError: memory ran out.
         """
         self._require_open()
         # Closed here and now when the caller leaves: some Pythons put it off.
-        with closing(self._loop.generate(prompts, settings, first_sequence, replies)) as steps:
+        steps_of = self._loop.generate(prompts, settings, first_sequence, replies)
+        with closing(steps_of) as steps, self.memory.naming("generating"):
             for step in steps:
                 if self._matcher is not None:
                     self._matcher.check()

@@ -18,7 +18,11 @@ class BudgetError(UsageError):
 
 
 class DeviceError(UsageError):
-    """The requested device does not exist on this machine or lacks memory."""
+    """The requested device does not exist on this machine, or has no memory for a whole model."""
+
+
+class MemoryShortageError(FinemoeError):
+    """A model does not fit the memory that is free, or memory ran out; the message gives sizes and what to change."""
 
 
 class PromptError(UsageError):

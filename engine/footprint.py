@@ -128,6 +128,25 @@ def measure_model(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> Mo
     )
 
 
+def estimate_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, context: int, name: str) -> int:
+    """Key/value cache of one sequence of ``context`` tokens at most, told at once by the configuration's numbers.
+
+    Exact where every layer keeps the keys and values of all tokens; windows and recurrent states take less.
+    """
+    text = config.get_text_config()
+
+    def stated(*names: str) -> int:
+        return max((value for name in names if isinstance(value := getattr(text, name, None), int)), default=0)
+
+    if stated("kv_lora_rank"):
+        # What is kept of latent attention differs between releases of transformers.
+        fixed, per_token = _measure_cache(build_skeleton(config, dtype), name)
+        return round(fixed + context * per_token)
+    heads = text.num_attention_heads
+    width = stated("head_dim", "global_head_dim") or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * (stated("num_key_value_heads") or heads) * width * dtype.itemsize * context
+
+
 def check_fit(size: ModelFootprint, context: int, device_memory: int, host_memory: int, shared: bool) -> Fit:
     """Whether ``size`` with a sequence of ``context`` tokens fits; ``shared``: the host's memory is the device's."""
     device = size.dense_bytes + size.least_budget_bytes + size.cache_bytes(context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.errors import BudgetError
+from engine.errors import BudgetError, MemoryShortageError
 from engine.host_experts import HostExperts
 
 _ALIGNMENT = 256
@@ -43,7 +43,7 @@ class DeviceSlots:
     """``count`` slots on ``device``; memory is touched as slots are first filled.
 
     Raises:
-        BudgetError: the device has no memory for them.
+        MemoryShortageError: the device has no memory for them.
     """
 
     def __init__(self, host: HostExperts, count: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class DeviceSlots:
         try:
             arena = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a bare one
-            raise BudgetError(
+            raise MemoryShortageError(
                 f"{device} has no memory for {count:,} expert slots of {size:,} bytes ({self.nbytes:,} in all): "
                 "give a smaller --cache, or free memory there"
             ) from error

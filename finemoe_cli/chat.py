@@ -127,7 +127,10 @@ def chat(
     generation = GenerationSettings(
         max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
-    with _opened_store(settings, source) as maps, open_engine(settings, source, maps) as engine:
+    with (
+        _opened_store(settings, source) as maps,
+        open_engine(settings, source, maps, reply_tokens=max_tokens) as engine,
+    ):
         dialogue = Dialogue(engine, system, raw)
         session = ChatSession(source.name, engine, maps, dialogue, generation, stream=not no_stream, stats=stats)
         budget = describe_budget(engine, settings.cache.text)

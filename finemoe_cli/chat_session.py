@@ -121,7 +121,20 @@ class ChatSession:
             "dtype": str(self.engine.dtype).removeprefix("torch."),
             "budget_bytes": self.engine.budget_bytes,
             "slots": self.engine.slots,
+            "memory": self._memory_object(),
             "store": None if self.maps is None else self.maps.location,
+        }
+
+    def _memory_object(self) -> dict[str, int]:
+        """What the model takes: on the device the budget, the dense part, the cache of a context, and a constant."""
+        memory = self.engine.memory
+        return {
+            "device_bytes": memory.device_bytes,
+            "dense_bytes": memory.dense_bytes,
+            "context": memory.context,
+            "cache_bytes": memory.cache_bytes,
+            "working_bytes": memory.working_bytes,
+            "host_bytes": memory.host_bytes,
         }
 
 

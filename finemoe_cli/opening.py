@@ -130,8 +130,11 @@ def open_engine(
     source: ModelSource,
     library: ExpertMapStore | None,
     trace: TraceWriter | None = None,
+    reply_tokens: int = 0,
 ) -> Engine:
     """Load the model behind an expert cache, with a progress bar; ``trace`` is written its routing.
+
+    Replies of ``reply_tokens`` have to fit into memory behind a conversation of the usual length.
 
     The policy is the settings'; else, where a store is open, that of the profile of the model on this machine. With the
     profile comes its prefetch distance. Routing is recorded behind ``lru`` and steps that the host drives, whatever the
@@ -140,6 +143,7 @@ def open_engine(
     Raises:
         PolicyError: the settings name no policy, or one that needs more than a store and a profile.
     """
+    from engine.admission import DEFAULT_CONTEXT
     from engine.decoding import ExecutorChoice
     from engine.engine import Engine
     from engine.live_policies import DEFAULT_DISTANCE
@@ -180,16 +184,22 @@ def open_engine(
             adaptive=plan,
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
+            context=DEFAULT_CONTEXT + reply_tokens,
             executor=settings.executor.text if trace is None else ExecutorChoice.HOST,
         )
 
 
 def describe_budget(engine: Engine, written: str) -> str:
-    """The budget in bytes and experts: ``expert cache: 25% = 1,179,648 bytes (1.12 MiB), 32 of 128 experts``."""
+    """The budget in bytes and experts, and what the device holds with it.
+
+    ``expert cache: 25% = 1,179,648 bytes (1.12 MiB), 32 of 128 experts on cpu; 269.67 MiB with the dense part, ...``
+    """
     experts = engine.total_expert_bytes // engine.expert_bytes
+    memory = engine.memory
     return (
         f"expert cache: {written} = {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}), "
-        f"{engine.slots} of {experts} experts on {engine.device}"
+        f"{engine.slots} of {experts} experts on {engine.device}; {format_bytes(memory.device_bytes)} with the dense "
+        f"part, {memory.context:,} tokens and working memory"
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache import ExpertCache
-from engine.errors import BudgetError, TransferError
+from engine.errors import BudgetError, MemoryShortageError, TransferError
 from engine.eviction import LeastRecentlyUsed, ProbabilityFrequency
 from engine.host_experts import ExpertLayout, HostExperts
 from engine.links import HostLink, open_link
@@ -212,5 +212,5 @@ def test_slots_never_exceed_the_budget(host: HostExperts, budget: int, top_k: in
 
 
 def test_slots_beyond_the_memory_are_refused(host: HostExperts) -> None:
-    with pytest.raises(BudgetError, match="cpu has no memory for"):
+    with pytest.raises(MemoryShortageError, match="cpu has no memory for"):
         DeviceSlots(host, 2**50, torch.device("cpu"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import termios
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.budget import format_bytes
 from engine.errors import BudgetError, DeviceError, ModelNotFoundError, PolicyError, PromptError, UsageError
-from tests.finemoe_cli.conftest import Outcome, Starter, end_by_ctrl_c, interrupt, run_here, wait_for
+from tests.engine.huge_checkpoint import write_huge_checkpoint
+from tests.finemoe_cli.conftest import Outcome, Starter, end_by_ctrl_c, interrupt, run_here, run_main, wait_for
 
 FOX = ("-p", "Tell me a story about a fox.", "--max-tokens", "12")
 # Sampled without a template the demo model talks on, so that there is time to press Ctrl-C.
@@ -37,8 +40,13 @@ def test_json_has_text_tokens_and_figures(fox: Outcome, warmed: tuple[Path, Outc
         assert traffic["hit_rate"] == traffic["hits"] / routed
     assert reply["store"] == warmed[1].json["store"]
     assert reply["model"] == "demo"
+    memory = reply["memory"]
+    parts = ("dense_bytes", "cache_bytes", "working_bytes")
+    assert memory["device_bytes"] == reply["budget_bytes"] + sum(memory[name] for name in parts)
+    assert (memory["context"], memory["cache_bytes"]) == (2048, 2048 * 2048)
     assert (
-        f"expert cache: 25% = {reply['budget_bytes']:,} bytes (2.25 MiB), {reply['slots']} of 128 experts" in fox.stderr
+        f"expert cache: 25% = {reply['budget_bytes']:,} bytes (2.25 MiB), {reply['slots']} of 128 experts on cpu; "
+        f"{format_bytes(memory['device_bytes'])} with the dense part, 2,048 tokens" in fox.stderr
     )
 
 
@@ -140,6 +148,14 @@ def test_policies_that_cannot_run_are_refused(options: tuple[str, ...], message:
 def test_refusals(options: tuple[str, ...], error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         run_here(tmp_path, "chat", *options)
+
+
+def test_a_model_larger_than_the_machine_ends_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    folder = write_huge_checkpoint(tmp_path / "huge")
+    code, outcome = run_main(tmp_path, "chat", "-p", "hi", "--model", str(folder), "--store", "none")
+    assert code == 1
+    (line,) = outcome.stderr.splitlines()
+    assert re.fullmatch(r"error: .*huge needs 2\.3\d TiB of main memory \(experts 1\.88 TiB, .*", line)
 
 
 def test_json_needs_a_prompt(tmp_path: Path) -> None:
