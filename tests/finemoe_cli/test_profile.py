@@ -153,7 +153,7 @@ def test_what_another_release_has_kept_is_ignored_and_said(
 def test_routing_is_recorded_behind_lru_whatever_the_settings_say(tmp_path: Path, policy: str) -> None:
     record = ("bench", "record", str(tmp_path / "t.parquet"), "--dataset", "demo", "--limit", "1")
     said = run_here(tmp_path, *record, "--max-new-tokens", "2", FINEMOE_POLICY=policy).stderr
-    assert "1 requests, 2 iterations" in said
+    assert "1 request, 2 iterations" in said
     with pytest.raises(PolicyError, match="no policy 'lfru'"):
         run_here(tmp_path, "chat", "-p", "One.", "--max-tokens", "2", FINEMOE_POLICY="lfru")
 
