@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from engine.errors import BudgetError, DeviceError, FinemoeError, UnsupportedModelError
+from engine.errors import BudgetError, DeviceError, FinemoeError, MemoryShortageError, UnsupportedModelError
 from finemoe_cli.console import note
 
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ def take_turns(turns: Mapping[str, Callable[[], _T]], repetitions: int) -> Itera
             for name in list(done):
                 try:
                     done[name].append(turns[name]())
-                except (BudgetError, DeviceError, UnsupportedModelError) as error:
+                except (BudgetError, DeviceError, MemoryShortageError, UnsupportedModelError) as error:
                     note(f"left out: {name}: {error}")
                     del done[name]
     except (KeyboardInterrupt, FinemoeError) as error:
