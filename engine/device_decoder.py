@@ -33,7 +33,6 @@ from engine.table_keeper import TableKeeper
 
 _LENGTH_STEP = 256
 _SPARE = 4
-_LAYERS_AHEAD = 2
 
 
 class SlotLender(PrefetchSink, Protocol):
@@ -93,8 +92,7 @@ class DeviceDecoder:
         copied = matcher is not None and slots.count < self._keys
         spare = min(_SPARE, (slots.count - partitions) // 4) if copied else 0
         copies = open_copies(host, slots, device)
-        ahead = _LAYERS_AHEAD * layers[0].top_k
-        ledger = SlotLedger(self._keys, slots.count, spare, ahead, rule, copies, self._orders, partitions)
+        ledger = SlotLedger(self._keys, slots.count, spare, rule, copies, self._orders, partitions)
         sizes = [host.layout(layer).nbytes for layer in range(host.layers)]
         self._steward = Steward(layers, sizes, ledger, rule, subscriber)
         self._graph: DecodeGraph | None = None

@@ -20,7 +20,6 @@ class SlotLedger:
     Args:
         num_keys: experts of all layers, by flat keys ``layer * J + expert``.
         spare: slots that hold no expert in the long run, for newcomers to be copied to while another leaves.
-        ahead: offers kept open, a share of the cache.
         partitions: 1 for one cache of all layers, L for an equal share of the experts held for each.
     """
 
@@ -29,7 +28,6 @@ class SlotLedger:
         num_keys: int,
         slots: int,
         spare: int,
-        ahead: int,
         rule: EvictionRule,
         copies: CopyStream,
         orders: OrderBook,
@@ -39,7 +37,7 @@ class SlotLedger:
         if self._share < 1:
             raise ValueError(f"{spare} spare of {slots} slots in {partitions} parts for {num_keys} experts")
         self.slots = slots
-        self._ahead = max(1, min(ahead, self._share // 4))
+        self._ahead = 1
         self._rule = rule
         self._copies = copies
         self._orders = orders
@@ -92,13 +90,18 @@ class SlotLedger:
         slots = slots[np.argsort(self._last_use[slots], kind="stable")]
         return dict(zip(self._key_in[slots].tolist(), slots.tolist(), strict=True))
 
-    def take_over(self, residents: Mapping[int, int]) -> dict[int, int]:
+    def take_over(self, residents: Mapping[int, int], ahead: int) -> dict[int, int]:
         """Start from slots that hold these experts, least recent use first, while no token runs and nothing is copied.
+
+        Args:
+            ahead: offers to keep open in each share of the cache, of which they take a quarter at most: the rule
+                cannot think again about those it has given.
 
         Returns:
             those that stay: what is more than ``capacity`` loses its slot by the eviction rule. The table has to be
             written accordingly, and all words forgotten, before the next token starts.
         """
+        self._ahead = max(1, min(ahead, self._share // 4))
         self._slot_of[:] = -1
         self._key_in[:] = -1
         self._state[:] = SlotState.FREE
@@ -193,7 +196,7 @@ class SlotLedger:
         return displaced
 
     def offer(self) -> None:
-        """Keep ``ahead`` offers open in every share: empty slots first, then those of the lowest value."""
+        """Keep offers open in every share: empty slots first, then those of the lowest value."""
         for partition, offers in enumerate(self._offered):
             while len(offers) < self._ahead:
                 if self._free and self._held[partition] + self._empty_offers(partition) < self._share:

@@ -22,6 +22,8 @@ from engine.traffic_meter import TrafficMeter
 from engine.transfer_queue import Prefetch, TransferQueue
 
 _COPIES_AHEAD = 2
+# A letter may be read a layer late, and every expert of the layer may have been missing.
+_LAYERS_AHEAD = 2
 _POLL_SECONDS = 20e-6
 
 
@@ -81,7 +83,7 @@ class Steward:
         self._failure = None
         self._token = self._row = 0
         self._iterations.clear()
-        staying = self._ledger.take_over(residents)
+        staying = self._ledger.take_over(residents, _LAYERS_AHEAD * mailbox.tokens * self._layers[0].top_k)
         self._ledger.offer()
         return staying
 

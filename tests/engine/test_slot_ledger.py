@@ -32,11 +32,11 @@ class SlotLife(RuleBasedStateMachine):
         spare = min(spare, slots - partitions)
         self.device = TableModel(slots, KEYS, partitions, batch=2)
         self.rule = LeastRecentlyUsed(KEYS) if recency else LeastFrequentlyUsed(KEYS)
-        self.ledger = SlotLedger(KEYS, slots, spare, ahead, self.rule, self.device, self.device, partitions)
+        self.ledger = SlotLedger(KEYS, slots, spare, self.rule, self.device, self.device, partitions)
         held = {key: slot for slot, key in enumerate(start[:slots])}
         for key, slot in held.items():
             self.device.contents[slot] = key
-        for key, slot in self.ledger.take_over(held).items():
+        for key, slot in self.ledger.take_over(held, ahead).items():
             self.device.table[key] = slot
         self.holding = len(self.ledger.residents())
 
@@ -130,7 +130,7 @@ def device() -> TableModel:
 
 
 def make_ledger(device: TableModel, spare: int = 1) -> SlotLedger:
-    return SlotLedger(KEYS, 3, spare, 1, LeastRecentlyUsed(KEYS), device, device)
+    return SlotLedger(KEYS, 3, spare, LeastRecentlyUsed(KEYS), device, device)
 
 
 def run_layer(device: TableModel, ledger: SlotLedger, keys: list[int]) -> list[Displaced]:
@@ -176,7 +176,7 @@ def test_a_copied_expert_goes_through_filling_and_pointing_and_leaves_by_an_orde
 
 
 def test_a_missing_expert_lands_in_an_empty_slot_and_then_where_another_leaves(device: TableModel) -> None:
-    ledger = SlotLedger(KEYS, 2, 0, 1, LeastRecentlyUsed(KEYS), device, device)
+    ledger = SlotLedger(KEYS, 2, 0, LeastRecentlyUsed(KEYS), device, device)
     for key in (0, 1):
         ledger.offer()
         assert run_layer(device, ledger, [key]) == []
@@ -195,9 +195,9 @@ def test_a_missing_expert_lands_in_an_empty_slot_and_then_where_another_leaves(d
 
 
 def test_a_victim_that_the_same_layer_reads_stays(device: TableModel) -> None:
-    ledger = SlotLedger(KEYS, 1, 0, 1, LeastRecentlyUsed(KEYS), device, device)
+    ledger = SlotLedger(KEYS, 1, 0, LeastRecentlyUsed(KEYS), device, device)
     device.contents[0], device.table[0] = 0, 0
-    ledger.take_over({0: 0})
+    ledger.take_over({0: 0}, 1)
     ledger.offer()
     assert run_layer(device, ledger, [0, 1]) == []
     assert ledger.state(0) == SlotState.HELD
@@ -221,7 +221,7 @@ def test_a_copy_that_an_expert_has_overtaken_by_landing_is_void_and_counts_as_wa
 
 
 def test_a_newcomer_worth_less_than_all_it_could_replace_is_refused(device: TableModel) -> None:
-    ledger = SlotLedger(KEYS, 3, 1, 1, LeastFrequentlyUsed(KEYS), device, device)
+    ledger = SlotLedger(KEYS, 3, 1, LeastFrequentlyUsed(KEYS), device, device)
     for key in (0, 1):
         bring_in(device, ledger, key)
     ledger.record_use([0, 1])
@@ -231,7 +231,7 @@ def test_a_newcomer_worth_less_than_all_it_could_replace_is_refused(device: Tabl
 
 def test_taking_over_more_than_it_holds_drops_the_least_valued(device: TableModel) -> None:
     ledger = make_ledger(device)
-    assert ledger.take_over({5: 0, 6: 1, 7: 2}) == {6: 1, 7: 2}
+    assert ledger.take_over({5: 0, 6: 1, 7: 2}, 1) == {6: 1, 7: 2}
     assert ledger.state(0) == SlotState.FREE
 
 
