@@ -23,6 +23,7 @@ class Admission:
 
     Args:
         context: tokens of a sequence that there has to be room for, at most as many as the model can take.
+        caches: key/value caches of the sequence that are held at once.
         partitions: equal shares the slots are divided into.
         free_device, free_host: bytes that are free now.
     """
@@ -34,6 +35,7 @@ class Admission:
         device: torch.device,
         dtype: torch.dtype,
         context: int = DEFAULT_CONTEXT,
+        caches: int = 1,
         partitions: int = 1,
         free_device: Callable[[torch.device], int | None] = free_bytes,
         free_host: Callable[[], int] = free_host_bytes,
@@ -43,7 +45,7 @@ class Admission:
         self._device = device
         self._dtype = dtype
         self._context = min(context, source.context_length or context)
-        self._cache_bytes = estimate_cache_bytes(source.config, dtype, self._context, source.name)
+        self._cache_bytes = caches * estimate_cache_bytes(source.config, dtype, self._context, source.name)
         self._partitions = partitions
         self._free_device = free_device
         self._free_host = free_host

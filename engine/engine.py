@@ -77,14 +77,15 @@ class Engine:
         self.dtype = choose_dtype(dtype, source.config)
         self.fingerprint = source.fingerprint
         self.context_length = source.context_length
-        top_k = source.fingerprint.top_k
         self.policy = policy or ("lru" if library is None else "finemoe")
         self.distance = distance
         layers, experts = source.fingerprint.layers, source.fingerprint.experts
         partitions = cache_partitions(self.policy, layers)
-        inputs = PolicyInputs(layers, experts, top_k, distance, library, history, future, adaptive)
+        inputs = PolicyInputs(layers, experts, source.fingerprint.top_k, distance, library, history, future, adaptive)
         check_needs(self.policy, inputs)
-        admission = Admission(source, cache, self.device, self.dtype, context, partitions)
+        # Beside its own cache the device's executor keeps the one that the prefill has left.
+        caches = 2 if by_device else 1
+        admission = Admission(source, cache, self.device, self.dtype, context, caches, partitions)
         loaded = loaded or load_model(source, self.device, self.dtype, progress, admission.admit)
         host = loaded.experts
         chosen = build_policy(self.policy, inputs, lambda: find_gates(loaded.layers))

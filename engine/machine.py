@@ -13,7 +13,6 @@ import torch
 from engine.profiles import MachineIdentity
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_MEMORY = Path("/proc/meminfo")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -35,15 +34,6 @@ def device_memory_bytes(device: torch.device) -> int:
     """Memory of the device in all; on the CPU that of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host_memory_bytes()
-
-
-def available_host_bytes() -> int:
-    """Main memory that programs may still take, what the system would give back of its caches included."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = _MEMORY.read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        return min(host_memory_bytes(), int(available.split()[1]) << 10)
     return host_memory_bytes()
 
 

@@ -9,7 +9,7 @@ import torch
 from engine.budget import format_bytes
 from engine.devices import free_bytes
 from engine.footprint import ModelFootprint
-from engine.machine import available_host_bytes
+from engine.free_memory import free_host_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class MemoryRoom:
 
     @classmethod
     def of(cls, device: torch.device) -> MemoryRoom:
-        host, free = available_host_bytes(), free_bytes(device)
+        host, free = free_host_bytes(), free_bytes(device)
         return cls(host if free is None else free, host, free is None)
 
     def refuse_offloaded(self, size: ModelFootprint, budget_bytes: int, context: int) -> str | None:

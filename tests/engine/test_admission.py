@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def source() -> ModelSource:
 def weigh(source: ModelSource, cache: str, free: int, host: int = 200 * GIB, partitions: int = 1) -> Admission:
     """An admission to a device and host with so many bytes free."""
     budget = ExpertBudget.parse(cache)
-    return Admission(source, budget, CUDA, torch.bfloat16, 4096, partitions, lambda device: free, lambda: host)
+    return Admission(source, budget, CUDA, torch.bfloat16, 4096, 1, partitions, lambda device: free, lambda: host)
 
 
 @given(st.integers(0, 120 * GIB), st.sampled_from(["auto", "20%", "100%", "40GiB"]), st.sampled_from([1, 8]))
@@ -125,6 +126,10 @@ def test_memory_that_runs_out_is_named() -> None:
     said = r"main memory ran out while computing \(can't allocate memory.*dense part 1.00 GiB"
     with pytest.raises(MemoryShortageError, match=said), needs.naming("computing"):
         torch.empty(1 << 50)
+    said = r"cuda:0 ran out while computing \(CUDA out of memory. Tried to allocate 2.00 GiB\).*expert budget 5.00 GiB"
+    on_device = replace(needs, device=CUDA, slots_bytes=5 * GIB)
+    with pytest.raises(MemoryShortageError, match=said), on_device.naming("computing"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
     with pytest.raises(RuntimeError, match="must match"), needs.naming("computing"):
         torch.zeros(2) + torch.zeros(3)
 
