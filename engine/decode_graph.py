@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from engine.errors import CaptureError
 
@@ -20,7 +20,9 @@ class DecodeGraph:
     """One decode step of B sequences over a static key/value cache; on a CPU it is run instead of replayed.
 
     Everything a step depends on lies in tensors that it updates itself: the mask covers the whole cache and hides
-    padding alone, since what lies beyond a token's own place is hidden by causality, and places count on.
+    padding alone, since what lies beyond a token's own place is hidden by causality, and places count on. Layers that
+    attend to a window keep all tokens, too, and the model's own mask hides those before the window: transformers'
+    static layer of a window's size would count tokens on the host, where a replay does not.
 
     Attributes:
         ids: int64 [B, 1], the tokens to run; the caller sets them before each step.
@@ -39,7 +41,7 @@ class DecodeGraph:
         self._device = device
         self._cache_name = cache_name
         self._accepted = inspect.signature(model.forward).parameters
-        self._cache = StaticCache(config=model.config, max_cache_len=length)
+        self._cache: Cache | None = None
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._mask = torch.ones(batch, length, dtype=torch.int64, device=device)
@@ -55,17 +57,19 @@ class DecodeGraph:
         Raises:
             CaptureError: the model keeps a state that cannot be carried over.
         """
+        layers = _carried_layers(cache)
+        if self._cache is None:
+            self._cache = Cache(layers=[StaticLayer(max_cache_len=self.length) for _ in layers])
         width = mask.shape[1]
-        for index, layer in enumerate(cache.layers):
-            whole = type(layer) is DynamicLayer or (
-                type(layer) is DynamicSlidingWindowLayer and self.length <= layer.sliding_window
-            )
-            if not whole:
-                raise CaptureError(f"its cache has a {type(layer).__name__}, which is not carried over")
-            target = self._cache.layers[index]
-            if target.is_initialized:
-                target.cumulative_length.zero_()
-            self._cache.update(layer.keys, layer.values, index)
+        for layer, target in zip(layers, self._cache.layers, strict=True):
+            if not target.is_initialized:
+                target.lazy_initialization(layer.keys, layer.values)
+            # What a window has left behind is hidden by the mask, which multiplies it by zero: it has to be a number.
+            kept = slice(width - layer.keys.shape[-2], width)
+            for states, source in ((target.keys, layer.keys), (target.values, layer.values)):
+                states.zero_()
+                states[:, :, kept] = source
+            target.cumulative_length.fill_(width)
         self._mask.fill_(1)
         self._mask[:, :width] = mask
         self._positions.copy_(positions)
@@ -119,6 +123,17 @@ class DecodeGraph:
         }
         outputs = self._model(**{name: value for name, value in inputs.items() if name in self._accepted})
         return outputs.logits[:, -1]
+
+
+def _carried_layers(cache: Any) -> Sequence[DynamicLayer]:
+    """The layers of a model's own cache, which keep keys and values [B, heads, n, size] of the last n tokens."""
+    # Families that derive from either keep more than keys and values.
+    if type(cache) is not DynamicCache:
+        raise CaptureError(f"its cache is a {type(cache).__name__}, which is not carried over")
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise CaptureError(f"its cache has a {type(layer).__name__}, which is not carried over")
+    return cache.layers
 
 
 def _do_nothing() -> None:

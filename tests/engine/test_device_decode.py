@@ -1,20 +1,17 @@
 """Decode steps that the device drives. Without a GPU nothing is captured, the mailbox's kernels run in Triton's
-interpreter, and PyTorch reads the experts through the address table, as the interpreter takes seconds for a token.
+interpreter, and PyTorch reads the experts along their routes, as the interpreter takes seconds for a token.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from engine.budget import ExpertBudget
 from engine.engine import Engine
@@ -26,9 +23,10 @@ from tests.engine.tiny_models import build_tiny_model
 
 pytest.importorskip("triton")
 
-from engine.expert_products import ExpertProducts
+from engine import device_decoder, kernel_check
+from tests.engine.interpreter import mend_interpreter
 from tests.engine.poison import poison_free_slots
-from tests.engine.settling import settle_alone
+from tests.engine.table_experts import EagerExperts
 
 PROMPTS = [[65, 66, 67], [72, 101, 108, 108, 111], [33]]
 NEW_TOKENS = 5
@@ -48,46 +46,11 @@ def answer(engine: Engine, prompts: list[list[int]], **settings: Any) -> list[St
     return list(engine.generate(prompts, GenerationSettings(**chosen)))
 
 
-def read_along_routes(
-    self: ExpertProducts,
-    layer: int,
-    routes: torch.Tensor,
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    """``ExpertProducts.__call__`` for gated SiLU experts in float32, landing and settling as its kernels do."""
-    form = self.form
-    result = torch.zeros_like(hidden)
-    pairs = ids.numel()
-    addresses, landings, _ = routes[: 3 * pairs].view(3, pairs).tolist()
-    flat = ids.flatten().tolist()
-    for pair, expert in enumerate(flat):
-        token, rank = divmod(pair, ids.shape[1])
-        address = addresses[flat.index(expert)]
-        up, down = (
-            read_floats(address + projection.offset, projection.size_out, projection.size_in)
-            for projection in (form.up, form.down)
-        )
-        gate, other = (up @ hidden[token]).chunk(2)
-        result[token] += weights[token, rank] * (down @ (F.silu(gate) * other))
-    nbytes = max(p.offset + 4 * p.size_in * p.size_out for p in (form.up, form.down))
-    for address, landing in zip(addresses, landings, strict=True):
-        if landing:
-            ctypes.memmove(landing, address, nbytes)
-    settle_alone(self._keeper, layer, form.experts, ids, routes)
-    return result
-
-
-def read_floats(address: int, rows: int, columns: int) -> torch.Tensor:
-    memory = (ctypes.c_float * (rows * columns)).from_address(address)
-    return torch.from_numpy(np.ctypeslib.as_array(memory)).reshape(rows, columns)
-
-
 @pytest.fixture(autouse=True)
 def products_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
+        mend_interpreter()
+        monkeypatch.setattr(device_decoder, "ExpertProducts", EagerExperts)
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +195,7 @@ def test_a_model_that_cannot_be_captured_is_left_to_the_host_with_one_line(tmp_p
 def test_kernels_that_compute_something_else_leave_the_model_to_the_host(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ExpertProducts, "__call__", lambda self, layer, routes, hidden, ids, weights: hidden)
+    monkeypatch.setattr(kernel_check, "ExpertProducts", lambda *given: lambda layer, routes, hidden, *routed: hidden)
     with open_engine(source, "host") as engine:
         expected = [step.token_ids for step in answer(engine, PROMPTS)]
     refused = pytest.warns(RuntimeWarning, match=r"its kernels' results for 3 tokens differ from its own by \d")

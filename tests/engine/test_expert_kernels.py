@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,10 @@ pytest.importorskip("triton")
 
 from engine.expert_products import MAX_TOKENS, ExpertProducts, Tile
 from engine.table_keeper import TableKeeper
+from tests.engine.interpreter import mend_interpreter
+from tests.engine.table_experts import KernelArithmetic
+
+mend_interpreter()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -104,19 +108,15 @@ def check(model: Model, dtype: torch.dtype, hidden: torch.Tensor, ids: torch.Ten
     assert error < BOUNDS[dtype]
 
 
-# Triton's interpreter truncates to bfloat16, and multiplies the bits of bfloat16 matrices as integers.
-BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_token_is_within_the_bound(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = load(family, dtype, tmp_path)
     check(model, dtype, *draw(model, 1, dtype, seed=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_tokens_share_the_reading_of_an_expert(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = load(family, dtype, tmp_path)
     hidden, ids, weights = draw(model, 3, dtype, seed=2)
@@ -124,7 +124,7 @@ def test_several_tokens_share_the_reading_of_an_expert(family: str, dtype: torch
     check(model, dtype, hidden, ids, weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_rounds_where_eager_rounds(dtype: torch.dtype, tmp_path: Path) -> None:
     model = load("qwen2_moe", dtype, tmp_path)
     layout = model.host.layout(0)
@@ -137,6 +137,19 @@ def test_it_rounds_where_eager_rounds(dtype: torch.dtype, tmp_path: Path) -> Non
             total += apply_expert(model.layer.experts, tensors, hidden) * weights[0, rank]
         equal.append(model.compute(hidden, ids, weights) == total)
     assert torch.cat(equal).float().mean() > 0.95
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in reads host memory")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stand_in_of_tests_has_the_kernels_arithmetic(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load(family, dtype, tmp_path)
+    accumulation = find_accumulation(model.layer, model.host, dtype, DEVICE)
+    tiles = (Tile(32, 16, 4), Tile(32, 32, 4))
+    stand_in = replace(model, products=KernelArithmetic(model.products.form, model.keeper, accumulation, *tiles))
+    routed = draw(model, 3, dtype, seed=5)
+    check(stand_in, dtype, *routed)
+    assert ((stand_in.compute(*routed) - model.compute(*routed)).abs() <= 1e-6).float().mean() > 0.95
 
 
 def test_as_many_tokens_as_are_promised_and_experts_of_other_processes_or_chosen_twice(tmp_path: Path) -> None:

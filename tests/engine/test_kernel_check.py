@@ -22,6 +22,9 @@ pytest.importorskip("triton")
 from engine import kernel_check
 from engine.expert_products import MAX_TOKENS, ExpertProducts
 from engine.kernel_check import check_products
+from tests.engine.interpreter import mend_interpreter
+
+mend_interpreter()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -56,8 +59,9 @@ def test_kernels_that_compute_the_experts_pass(clamped: Checked, tokens: int, la
     clamped.check(tokens, lands)
 
 
-def test_half_precision_passes(tmp_path: Path) -> None:
-    load("qwen2_moe", torch.float16, tmp_path).check()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_passes(dtype: torch.dtype, tmp_path: Path) -> None:
+    load("qwen2_moe", dtype, tmp_path).check()
 
 
 @pytest.mark.parametrize(
