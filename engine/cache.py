@@ -97,6 +97,10 @@ class ExpertCache:
             self._last_use[slot] = self._clock
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if self._key_in[slot] < 0]
 
+    def held_keys(self) -> list[int]:
+        """Experts that hold or await a slot."""
+        return [key for key in self._key_in.tolist() if key >= 0]
+
     def residents(self) -> dict[int, int]:
         """Key -> slot of the resident experts, least recent use first."""
         keys = self.resident_keys()
@@ -126,11 +130,12 @@ class ExpertCache:
         self._pins[slot] -= 1
         self._evictable[slot] = not self._pins[slot] and not self._loading[slot]
 
-    def reserve(self, key: int, speculative_value: float | None = None) -> Reservation | None:
+    def reserve(self, key: int, speculative_value: float | None = None, decided: bool = False) -> Reservation | None:
         """Give an absent expert a slot, evicting if all are taken.
 
         Args:
             speculative_value: worth of a load nobody waits for; None for one a gate has decided.
+            decided: a gate has decided for it, although no more than its worth may make room.
 
         Returns:
             None where every slot is pinned, loading or (for speculation) worth more than the newcomer.
@@ -156,7 +161,7 @@ class ExpertCache:
         self._key_in[slot] = key
         self._loading[slot] = True
         self._evictable[slot] = False
-        self._unused[slot] = speculative_value is not None
+        self._unused[slot] = speculative_value is not None and not decided
         self._clock += 1
         self._last_use[slot] = self._clock
         self.rule.record_load(key)

@@ -32,10 +32,10 @@ from engine.records import ExpertMapLibrary
 from engine.slots import DeviceSlots, slot_bytes
 from engine.source import ModelSource
 from engine.steps import GenerationSettings, Step, Traffic
+from engine.streaming_transfers import StreamingTransfers
 from engine.trace_files import TraceWriter
 from engine.trace_recorder import TraceRecorder
 from engine.traces import RoutingTrace
-from engine.transfers import TransferEngine
 from engine.virtual_transfers import VirtualTransferEngine
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ class Engine:
         cached = ExpertCache(keys, self.slots, chosen.rule, partitions)
         link = open_link(host, slots, self.device)
         if clock is None:
-            self._transfers = TransferEngine(host, slots, cached, link)
+            self._transfers = StreamingTransfers(host, slots, cached, link, source.fingerprint.top_k)
         else:
-            self._transfers = VirtualTransferEngine(host, slots, cached, link, clock)
+            self._transfers = VirtualTransferEngine(host, slots, cached, link, source.fingerprint.top_k, clock)
         self._transfers.start()
         matcher = Matcher(chosen, library, loaded.layers, self._transfers)
         self._matcher: MatcherThread | InlineMatcher | None = None
@@ -150,7 +150,7 @@ class Engine:
         self._loop = TokenLoop(
             loaded.model,
             self.tokenizer,
-            self._observer,
+            self._executor,
             self._meter,
             self.eos_token_ids,
             self.context_length,

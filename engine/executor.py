@@ -17,8 +17,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.expert_arithmetic import Accumulation, apply_expert
 from engine.families import MoELayer
-from engine.observer import GateObserver
-from engine.transfers import TransferEngine
+from engine.observer import GateObserver, Iteration
+from engine.streaming_transfers import StreamingTransfers
 
 IMPLEMENTATION = "finemoe"
 
@@ -30,7 +30,7 @@ class HostDrivenExecutor:
         self,
         model: PreTrainedModel,
         layers: Sequence[MoELayer],
-        transfers: TransferEngine,
+        transfers: StreamingTransfers,
         observer: GateObserver,
         accumulation: Accumulation,
     ) -> None:
@@ -57,6 +57,11 @@ class HostDrivenExecutor:
         for layer in self._layers:
             del layer.experts.finemoe_layer, layer.experts.finemoe_executor
 
+    def begin(self, iteration: Iteration) -> None:
+        """Announce the forward pass that follows."""
+        self._observer.begin(iteration)
+        self._transfers.begin(sum(sequence.tokens for sequence in iteration.sequences))
+
     def run(
         self,
         module: Any,
@@ -72,7 +77,8 @@ class HostDrivenExecutor:
         ids = top_k_index.cpu().numpy()
         self._transfers.arrive(self._observer.position(layer), len(ids))
         rows = self._observer.decide(layer, ids, top_k_weights)
-        counted = np.unique(ids if rows is None else ids[rows]).tolist()
+        routed, times = np.unique(ids if rows is None else ids[rows], return_counts=True)
+        counted = {e: n for e, n in zip(routed.tolist(), times.tolist(), strict=True) if e < module.num_experts}
         assigned = _assign_rows(ids, module.num_experts, hidden.device)
         dtype = self._accumulation.dtype(hidden, top_k_weights)
         outputs: dict[int, torch.Tensor] = {}
@@ -98,7 +104,7 @@ class HostDrivenExecutor:
         experts = sorted({expert for expert in ids if expert < module.num_experts})
         dtype = self._accumulation.dtype(hidden, top_k_weights)
         states: dict[int, torch.Tensor] = {}
-        for expert, tensors in self._transfers.serve(layer, experts, experts):
+        for expert, tensors in self._transfers.serve(layer, experts, dict.fromkeys(experts, 1)):
             states[expert] = apply_expert(module, tensors, hidden)
         result = torch.zeros_like(hidden, dtype=dtype)
         for expert in experts:

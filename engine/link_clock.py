@@ -54,6 +54,16 @@ class LinkClock:
         self.stall += self._remaining
         self._move(self._remaining)
 
+    def wait_for_next(self) -> None:
+        """The layer needs a copy that comes after the one on its way, or is the next one to start.
+
+        Raises:
+            RuntimeError: nothing is on its way and nothing can start.
+        """
+        if not (self._moving or self._start_next()):
+            raise RuntimeError("a layer waits for a copy that cannot start")
+        self.wait_for_arrival()
+
     def wait_for_piece(self) -> None:
         """The layer needs another expert than the one on its way: the piece that has begun ends first."""
         if self._moving and self._hardware.chunk_bytes:

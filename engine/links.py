@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +14,13 @@ CHUNK_BYTES = 16 * 2**20
 
 
 class Link(Protocol):
-    """Moves experts. ``load`` and ``use`` run on the token loop's thread, ``load_part`` on the copy thread."""
+    """Moves experts. ``load_part`` and ``send`` run on the copy thread, the rest on the token loop's.
+
+    Attributes:
+        depth: copies begun by ``send`` that are worth having under way at once.
+    """
+
+    depth: int
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Start moving a whole expert a gate has decided for; ``use`` waits for it."""
@@ -22,6 +28,10 @@ class Link(Protocol):
 
     def load_part(self, layer: int, expert: int, slot: int, start: int, stop: int) -> None:
         """Move bytes [start, stop) of an expert ahead of time; returns when they have arrived."""
+        ...
+
+    def send(self, layer: int, expert: int, slot: int) -> Callable[[], None]:
+        """Begin to move a whole expert behind those sent before; the result waits until it has arrived."""
         ...
 
     def use(self, slot: int) -> None:
@@ -40,6 +50,8 @@ class Link(Protocol):
 class HostLink:
     """The device is a second region of main memory; a copy is done when the call returns."""
 
+    depth = 1
+
     def __init__(self, host: HostExperts, slots: DeviceSlots) -> None:
         self._host = host
         self._slots = slots
@@ -49,6 +61,10 @@ class HostLink:
 
     def load_part(self, layer: int, expert: int, slot: int, start: int, stop: int) -> None:
         self._slots.bytes_of(slot, start, stop).copy_(self._host.buffer(layer, expert)[start:stop])
+
+    def send(self, layer: int, expert: int, slot: int) -> Callable[[], None]:
+        self.load(layer, expert, slot)
+        return _do_nothing
 
     def use(self, slot: int) -> None:
         """The bytes are there already."""
@@ -66,6 +82,9 @@ class CudaLink:
     A slot is overwritten only behind the event that follows the last kernel reading it, and read only
     behind the event that follows its copy; the host waits for neither.
     """
+
+    # The next copy is queued while one is under way, so that the link does not wait for the host.
+    depth = 2
 
     def __init__(self, host: HostExperts, slots: DeviceSlots, device: torch.device) -> None:
         self._host = host
@@ -89,6 +108,13 @@ class CudaLink:
         # The copy thread waits here so that at most one chunk stands between a miss and the link.
         self._ahead.synchronize()
         self._arrived[slot] = None
+
+    def send(self, layer: int, expert: int, slot: int) -> Callable[[], None]:
+        self._copy(self._ahead, layer, expert, slot, 0, self._host.layout(layer).nbytes)
+        self._arrived[slot] = None
+        arrived = torch.cuda.Event()
+        arrived.record(self._ahead)
+        return arrived.synchronize
 
     def _copy(self, stream: torch.cuda.Stream, layer: int, expert: int, slot: int, start: int, stop: int) -> None:
         with torch.cuda.stream(stream):
@@ -123,3 +149,7 @@ class CudaLink:
 
 def open_link(host: HostExperts, slots: DeviceSlots, device: torch.device) -> Link:
     return CudaLink(host, slots, device) if device.type == "cuda" else HostLink(host, slots)
+
+
+def _do_nothing() -> None:
+    """The bytes have arrived already."""

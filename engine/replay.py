@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +12,9 @@ from engine.errors import BudgetError
 from engine.hardware import Hardware
 from engine.link_clock import LinkClock
 from engine.policies import PreparedPolicy
+from engine.prefill_stream import PrefillStream, open_stream
 from engine.residents import Residents
-from engine.traces import RoutingTrace
+from engine.traces import RoutingTrace, TracedRequest
 from engine.transfer_queue import TransferQueue
 
 WARM_UP_ITERATIONS = 200
@@ -56,7 +57,8 @@ class Replay:
 
     A layer is attention (c/2), its gate's decision, a wait until its routed experts are resident, and their products
     (c/2). Prefetches move while the device computes and stop, at the end of a piece, for loads that a gate has decided.
-    Predictions take no time.
+    Predictions take no time. An iteration of many tokens streams instead (``PrefillStream``): experts are computed one
+    after the other as they arrive, while the link goes on with what comes next.
 
     Args:
         capacity: experts the device has room for.
@@ -87,6 +89,10 @@ class Replay:
         self._queue = TransferQueue()
         self._clock = LinkClock(hardware, self._start_next, self._arrive)
         self._fills: deque[int] = deque()
+        self._stream = open_stream(
+            policy.rule, manifest.layers, manifest.experts, manifest.top_k, self._residents.capacity
+        )
+        self._streaming = False
         self._position = -1
         self._pinned: Collection[int] = ()
         self._hits = self._late = self._misses = 0
@@ -111,7 +117,11 @@ class Replay:
             tokens = request.tokens.tolist()
             for iteration, layers in enumerate(request.keys(experts)):
                 before = self._totals()
-                self._step(iteration, layers, self._hardware.layer_time(tokens[iteration]) / 2)
+                half = self._hardware.layer_time(tokens[iteration]) / 2
+                if self._stream is not None and self._stream.begin(tokens[iteration], self._residents.keys):
+                    self._stream_through(self._stream, request, iteration, layers, half)
+                else:
+                    self._step(iteration, layers, half)
                 if done >= warm_up:
                     phase = request.phases[iteration]
                     totals[phase] += self._totals() - before
@@ -135,6 +145,50 @@ class Replay:
             # Only now nothing reads the layer's experts.
             self._pinned = ()
         self._computed += 2 * half * len(layers)
+
+    def _stream_through(
+        self,
+        stream: PrefillStream,
+        request: TracedRequest,
+        iteration: int,
+        layers: Sequence[Sequence[int]],
+        half: float,
+    ) -> None:
+        policy, residents = self._policy, self._residents
+        self._queue.drop_prefetches()
+        self._streaming, residents.rule = True, stream
+        policy.begin_iteration(iteration)
+        for layer, keys in enumerate(layers):
+            self._clock.compute(half)
+            self._position += 1
+            self._rule.record_use(keys)
+            policy.observe(iteration, layer)
+            counts = request.routed_counts(iteration, layer).tolist()
+            self._serve_stream(stream, dict(zip(keys, counts, strict=True)), half / len(keys))
+        self._streaming, residents.rule = False, self._rule
+        stream.abandon()
+        self._computed += 2 * half * len(layers)
+
+    def _serve_stream(self, stream: PrefillStream, counts: Mapping[int, int], share: float) -> None:
+        """Compute the resident experts, then the others in the order of their arrival, for ``share`` seconds each."""
+        residents, clock = self._residents, self._clock
+        keys = list(counts)
+        absent = [key for key in keys if not residents.holds(key)]
+        late = [key for key in keys if key == residents.loading]
+        resident = [key for key in keys if residents.holds(key) and key != residents.loading]
+        self._hits += len(resident)
+        self._late += len(late)
+        self._misses += len(absent)
+        residents.touch([key for key in keys if residents.holds(key)])
+        stream.decide(counts, absent)
+        pinned = self._pinned = set(keys)
+        for key in [*resident, *late, *absent]:
+            stream.awaited = key
+            while not residents.holds(key) or residents.loading == key:
+                clock.wait_for_next()
+            stream.awaited = None
+            clock.compute(share)
+            pinned.remove(key)
 
     def _serve(self, keys: Sequence[int]) -> None:
         """The gate has decided: count, and bring what is absent."""
@@ -169,6 +223,8 @@ class Replay:
     def _start_next(self) -> bool:
         """Start the copy the free link is best used for."""
         residents = self._residents
+        if self._streaming:
+            return self._start_streamed()
         while self._fills:
             key = self._fills.popleft()
             value = float(self._rule.values(np.array([key]))[0])
@@ -182,6 +238,13 @@ class Replay:
             if residents.admit_speculatively(prefetch.key, value, self._pinned):
                 return self._start(prefetch.key)
         return False
+
+    def _start_streamed(self) -> bool:
+        assert self._stream is not None
+        load = self._stream.next_load(self._residents.holds)
+        if load is None or not self._residents.admit_speculatively(load.key, load.worth, self._pinned, load.decided):
+            return False
+        return self._start(load.key)
 
     def _start(self, key: int) -> bool:
         self._residents.loading = key

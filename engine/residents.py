@@ -23,17 +23,30 @@ class Residents:
     """
 
     def __init__(self, rule: EvictionRule, experts: int, capacity: int, partitions: int = 1) -> None:
-        self._rule = rule
         self._experts = experts
         self._partitions = partitions
         self._share = capacity // partitions
         self.capacity = self._share * partitions
         # A dict keeps its keys in order: least recent use first.
         self._recency: list[dict[int, None]] = [{} for _ in range(partitions)]
-        self._by_recency = isinstance(rule, LeastRecentlyUsed)
+        self.rule = rule
         self._unused: set[int] = set()
         self.loading: int | None = None
         self.wasted = 0
+
+    @property
+    def rule(self) -> EvictionRule:
+        """Chooses who goes; may be exchanged for another that knows what is held."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: EvictionRule) -> None:
+        self._rule = rule
+        self._by_recency = isinstance(rule, LeastRecentlyUsed)
+
+    def keys(self) -> list[int]:
+        """The experts held, loading ones included."""
+        return [key for recency in self._recency for key in recency]
 
     def __len__(self) -> int:
         return sum(map(len, self._recency))
@@ -90,8 +103,11 @@ class Residents:
         self._check(recency)
         return pinned
 
-    def admit_speculatively(self, key: int, value: float, pinned: Collection[int]) -> bool:
-        """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``."""
+    def admit_speculatively(self, key: int, value: float, pinned: Collection[int], decided: bool = False) -> bool:
+        """Take an expert nobody waits for, unless whatever it would evict is worth more than ``value``.
+
+        ``decided``: a gate has chosen it nevertheless, so it counts as used.
+        """
         recency = self.partition(key)
         if len(recency) >= self._share:
             victims = self._victims(recency, 1, pinned, value)
@@ -99,7 +115,8 @@ class Residents:
                 return False
             self._evict(recency, victims[0])
         self._hold(recency, key)
-        self._unused.add(key)
+        if not decided:
+            self._unused.add(key)
         self._check(recency)
         return True
 

@@ -117,6 +117,11 @@ class TracedRequest:
         start = iteration * self.layers + layer
         return self.experts[self.offsets[start] : self.offsets[start + 1]]
 
+    def routed_counts(self, iteration: int, layer: int) -> np.ndarray:
+        """As ``routed``: how many tokens each of them was routed."""
+        start = iteration * self.layers + layer
+        return self.counts[self.offsets[start] : self.offsets[start + 1]]
+
     def keys(self, experts: int) -> list[list[list[int]]]:
         """Flat keys ``layer * J + expert`` by iteration and layer."""
         layers = self.layers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -90,7 +91,7 @@ class TransferEngine:
         self._now = position
 
     def serve(
-        self, layer: int, experts: Sequence[int], counted: Sequence[int]
+        self, layer: int, experts: Sequence[int], counted: Mapping[int, int]
     ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yield every expert of ``experts`` with its tensors as soon as they can be used, resident ones first.
 
@@ -99,7 +100,7 @@ class TransferEngine:
 
         Args:
             experts: ids the layer computes, ascending, each once.
-            counted: those that a token other than padding is routed to; they alone are counted.
+            counted: those that tokens other than padding are routed to, and how many; they alone are counted.
         """
         base = layer * self._host.experts
         pinned: list[int] = []
@@ -108,6 +109,8 @@ class TransferEngine:
             self._check()
             resident, waiting, absent = self._plan(base, experts, counted)
             pinned += resident + waiting
+            if absent:
+                self._queue.decide(absent)
             if waiting or absent:
                 self._interrupt_prefetch(waiting)
             claims = self._claim(pinned) if absent else []
@@ -127,9 +130,9 @@ class TransferEngine:
             self._leave(used, pinned)
 
     def _plan(
-        self, base: int, experts: Sequence[int], counted: Sequence[int]
+        self, base: int, experts: Sequence[int], counted: Mapping[int, int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Keys that are resident, loading and absent; counts them, pins what holds a slot, queues the rest."""
+        """Keys that are resident, loading and absent; counts them and pins what holds a slot."""
         resident: list[int] = []
         loading: list[int] = []
         absent: list[int] = []
@@ -147,8 +150,6 @@ class TransferEngine:
         for key in loading:
             self.cache.pin(key)
             self._hurry(key)
-        if absent:
-            self._queue.decide(absent)
         return resident, loading, absent
 
     def _interrupt_prefetch(self, waiting: Sequence[int]) -> None:
@@ -257,22 +258,26 @@ class TransferEngine:
 
     def _carry_out_prefetches(self) -> None:
         try:
-            while (reservation := self._next_prefetch()) is not None:
-                self._prefetch(reservation)
+            while (copy := self._next_copy()) is not None:
+                copy()
         except BaseException as failure:  # handed to the token loop, which raises it
             with self._arrived:
                 self._failure = failure
                 self._arrived.notify()
 
-    def _next_prefetch(self) -> Reservation | None:
-        """Wait for a prefetch that gets a slot; None once the engine closes."""
+    def _next_copy(self) -> Callable[[], None] | None:
+        """Wait for something to be copied that gets a slot; None once the engine closes."""
         with self._work:
             while not self._closing:
-                reservation = self._reserve_prefetch()
-                if reservation is not None:
-                    return reservation
+                copy = self._find_copy()
+                if copy is not None:
+                    return copy
                 self._work.wait()
         return None
+
+    def _find_copy(self) -> Callable[[], None] | None:
+        reservation = self._reserve_prefetch()
+        return None if reservation is None else partial(self._prefetch, reservation)
 
     def _reserve_prefetch(self) -> Reservation | None:
         """A slot for the most urgent prefetch that may have one now."""

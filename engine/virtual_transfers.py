@@ -6,30 +6,33 @@ meanwhile; real copy threads depend on its timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from engine.cache import ExpertCache, Reservation
+import torch
+
+from engine.cache import ExpertCache, Reservation, Residency
 from engine.hardware import Hardware
 from engine.host_experts import HostExperts
 from engine.link_clock import LinkClock
 from engine.links import Link
 from engine.slots import DeviceSlots
 from engine.steps import Traffic
-from engine.transfers import TransferEngine
+from engine.streaming_transfers import StreamingTransfers
 
 
-class VirtualTransferEngine(TransferEngine):
+class VirtualTransferEngine(StreamingTransfers):
     """Prefetches make progress when the virtual device computes, and never otherwise."""
 
     def __init__(
-        self, host: HostExperts, slots: DeviceSlots, cache: ExpertCache, link: Link, hardware: Hardware
+        self, host: HostExperts, slots: DeviceSlots, cache: ExpertCache, link: Link, top_k: int, hardware: Hardware
     ) -> None:
-        super().__init__(host, slots, cache, link)
+        super().__init__(host, slots, cache, link, top_k)
         self._hardware = hardware
         self._clock = LinkClock(hardware, self._start_next, self._finish)
         self._under_way: Reservation | None = None
-        self._half = 0.0
+        self._decided = False
+        self._half = self._share = 0.0
 
     @property
     def traffic(self) -> Traffic:
@@ -59,8 +62,28 @@ class VirtualTransferEngine(TransferEngine):
         self._clock.compute(self._half)
         super()._leave(used, pinned)
 
+    def _serve_streamed(
+        self, layer: int, experts: Sequence[int], counted: Mapping[int, int]
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        self._share = self._half / len(experts)
+        return super()._serve_streamed(layer, experts, counted)
+
+    def _await_streamed(self, key: int) -> None:
+        assert self._stream is not None
+        self._stream.awaited = key
+        while self.cache.residency(key) is not Residency.RESIDENT:
+            self._clock.wait_for_next()
+        self._stream.awaited = None
+
+    def _computed(self, key: int) -> None:
+        self._clock.compute(self._share)
+        super()._computed(key)
+
     def _start_next(self) -> bool:
-        self._under_way = self._reserve_prefetch()
+        if self._streaming:
+            self._under_way, self._decided = self._reserve_streamed() or (None, False)
+        else:
+            self._under_way, self._decided = self._reserve_prefetch(), False
         if self._under_way is None:
             return False
         self._clock.start()
@@ -69,8 +92,5 @@ class VirtualTransferEngine(TransferEngine):
     def _finish(self) -> None:
         reservation, self._under_way = self._under_way, None
         assert reservation is not None
-        layer, expert = divmod(reservation.key, self._host.experts)
-        size = self._host.layout(layer).nbytes
-        self._link.load_part(layer, expert, reservation.slot, 0, size)
-        self.cache.commit(reservation.key)
-        self._meter.bytes_prefetched += size
+        self._send(reservation)()
+        self._arrive(reservation.key, self._decided)

@@ -97,3 +97,35 @@ def read_by_gates(trace: RoutingTrace) -> RoutingTrace:
         requests.append(replace(request, gate_inputs=inputs))
     gates = RouterGates(weights, None, "softmax")
     return RoutingTrace(replace(manifest, gate_inputs=True, gates=gates), tuple(requests))
+
+
+def prefill_trace(requests: int, tokens: int, steps: int, manifest: TraceManifest, seed: int = 0) -> RoutingTrace:
+    """Requests of a prefill of so many tokens and decode steps, all routed by the request's own favour."""
+    rng = np.random.default_rng(seed)
+    shape = (manifest.layers, manifest.experts)
+    made = []
+    for number in range(requests):
+        favour = rng.dirichlet(np.ones(manifest.experts), size=manifest.layers)
+        drawn = np.stack(
+            [
+                [rng.choice(manifest.experts, manifest.top_k, replace=False, p=row) for row in favour]
+                for _ in range(tokens + steps)
+            ]
+        )
+        counts = np.zeros(shape, dtype=np.int32)
+        for layer in range(manifest.layers):
+            np.add.at(counts[layer], drawn[:tokens, layer].reshape(-1), 1)
+        used = [np.flatnonzero(row) for row in counts]
+        decoded = decode_request(number, np.sort(drawn[tokens:], axis=2))
+        sizes = [len(experts) for experts in used] + [manifest.top_k] * (steps * manifest.layers)
+        made.append(
+            replace(
+                decoded,
+                phases=("prefill", *decoded.phases),
+                tokens=np.array([tokens, *decoded.tokens], dtype=np.int32),
+                experts=np.concatenate([*used, decoded.experts]).astype(np.int16),
+                counts=np.concatenate([*(row[row > 0] for row in counts), decoded.counts]).astype(np.int32),
+                offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            )
+        )
+    return RoutingTrace(manifest, tuple(made))

@@ -78,7 +78,7 @@ def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: in
         ahead = torch.randint(0, J, (4,), generator=random).tolist()
         transfers.offer([Prefetch(((layer + 1) % L) * J + e, position + 1, 0.5) for e in ahead])
         transfers.arrive(position, tokens=1)
-        for expert, tensors in transfers.serve(layer, experts, experts):
+        for expert, tensors in transfers.serve(layer, experts, dict.fromkeys(experts, 1)):
             view = tensors["up_proj"]
             results.append(torch.stack([view.min(), view.max(), view[-1]]))
             expected.append(layer * J + expert + 1)

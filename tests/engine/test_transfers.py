@@ -48,7 +48,7 @@ def serve(
     transfers: TransferEngine, layer: int, experts: list[int], counted: list[int], position: int
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     transfers.arrive(position, tokens=1)
-    return transfers.serve(layer, experts, counted)
+    return transfers.serve(layer, experts, dict.fromkeys(counted, 1))
 
 
 def assert_served(tensors: dict[str, torch.Tensor], layer: int, expert: int) -> None:
