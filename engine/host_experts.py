@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
 import torch
 
 from engine.page_locks import PageLocks
@@ -83,7 +82,7 @@ class HostExperts:
     def __init__(self, layouts: Sequence[ExpertLayout], experts: int) -> None:
         """Reserve memory for ``experts`` experts in each layer; the system provides it when ``fill`` writes it.
 
-        Raises MemoryError if there is no such address range.
+        Raises RuntimeError if there is no such address range.
         """
         self.layers = len(layouts)
         self.experts = experts
@@ -161,8 +160,7 @@ def _reserve(layouts: Sequence[ExpertLayout], experts: int) -> Iterator[HostChun
         for first in range(0, experts, count):
             members = range(first, min(first + count, experts))
             size = len(members) * layout.nbytes
-            # NumPy asks Linux for huge pages, which are provided several times faster than small ones.
-            memory = torch.from_numpy(np.empty(size + _PAGE_BYTES, np.uint8))
+            memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8)
             start = -memory.data_ptr() % _PAGE_BYTES
             yield HostChunk(layer, members, memory[start : start + size])
 

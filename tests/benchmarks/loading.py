@@ -6,7 +6,8 @@
 The checkpoint has the layout of Qwen1.5-MoE-A2.7B, 60 experts a layer in tensors of their own, with as many layers as
 fit the size. Bounds come from the same run and as many threads: fresh memory provided by the system, the same bytes
 read into memory that is there already, and memory copied. The system provides memory while it is first written, so
-that loading takes at least what providing and reading take one after the other.
+that loading takes at least what providing and reading take one after the other. Experts lie in small pages; what huge
+ones would be provided at is shown beside them.
 """
 
 from __future__ import annotations
