@@ -106,8 +106,7 @@ class Steward:
             while self._token <= token and self._failure is None:
                 self._booked.wait()
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
 
     def end(self, tokens: int) -> dict[int, int]:
         """Book what is left of so many tokens once the device is idle, and stop.

@@ -24,6 +24,7 @@ from tests.engine.tiny_models import build_tiny_model
 pytest.importorskip("triton")
 
 from engine import device_decoder, kernel_check
+from engine.steward import Steward
 from tests.engine.interpreter import mend_interpreter
 from tests.engine.poison import poison_free_slots
 from tests.engine.table_experts import EagerExperts
@@ -154,6 +155,19 @@ def test_a_token_beyond_the_end_is_nobodys(source: ModelSource) -> None:
         assert ended[-1].finished == ("stop",)
         # It was handed over before the end was known, but its routing is not counted.
         assert engine.traffic.routed == sum(step.traffic.routed for step in ended)
+
+
+def test_a_steward_that_fails_ends_the_reply_and_no_other(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Steward) -> None:
+        raise RuntimeError("the policy failed")
+
+    with open_engine(source, "host") as engine:
+        expected = [step.token_ids for step in answer(engine, PROMPTS[:1])]
+    with open_engine(source, "device") as engine:
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the policy failed"):
+            patched.setattr(Steward, "_admit", fail)
+            answer(engine, PROMPTS[:1])
+        assert [step.token_ids for step in answer(engine, PROMPTS[:1])] == expected
 
 
 def test_teacher_forcing_follows_the_given_tokens(source: ModelSource) -> None:
