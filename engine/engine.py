@@ -21,6 +21,7 @@ from engine.expert_arithmetic import find_accumulation
 from engine.gate_probe import find_gates
 from engine.generation import TokenLoop
 from engine.hardware import Hardware
+from engine.host_steps import PREFILL_CHUNK, takes_chunks
 from engine.links import open_link
 from engine.live_policies import DEFAULT_DISTANCE, PolicyInputs, build_policy, check_needs
 from engine.matcher import Matcher
@@ -68,9 +69,12 @@ class Engine:
         loaded: LoadedModel | None,
         executor: str,
         context: int,
+        prefill_chunk: int | None,
     ) -> None:
         if distance < 1:
             raise UsageError(f"a prefetch distance of {distance} layers is none: give at least 1")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise UsageError(f"a prefill chunk of {prefill_chunk} tokens is none: give at least 1")
         self.device = choose_device(device)
         # Traces and virtual clocks are of every layer's own moment, which only the host's executor knows.
         by_device = drives_itself(choose_executor(executor), self.device) and trace is None and clock is None
@@ -156,6 +160,7 @@ class Engine:
             self.context_length,
             self.device,
             decoding,
+            (prefill_chunk or PREFILL_CHUNK) if takes_chunks(loaded.model) else None,
         )
 
     @classmethod
@@ -177,6 +182,7 @@ class Engine:
         trace: TraceWriter | None = None,
         loaded: LoadedModel | None = None,
         executor: str = "host",
+        prefill_chunk: int | None = None,
         context: int = DEFAULT_CONTEXT,
     ) -> Engine:
         """Load a model.
@@ -198,6 +204,9 @@ class Engine:
             executor: who drives decode steps: ``host``, bit for bit as transformers; ``device``, whose sums are in
                 another order; or ``auto``, the device wherever it can.
             context: tokens of a prompt and its reply whose key/value cache has to fit beside the budget.
+            prefill_chunk: tokens of each prompt that one pass of a prefill takes at most, ``PREFILL_CHUNK`` if None;
+                models that keep a running state take prompts whole. Other chunks are other sums: logits of a prompt
+                of one chunk are bit for bit transformers', those of more are those of transformers fed the same chunks.
 
         Raises:
             BudgetError, DeviceError, CheckpointError, MemoryShortageError, PolicyError, UnsupportedModelError,
@@ -219,6 +228,7 @@ class Engine:
             trace=trace,
             loaded=loaded,
             executor=executor,
+            prefill_chunk=prefill_chunk,
             context=context,
         )
 

@@ -49,6 +49,7 @@ class _Sequence:
     prompt_hash: str
     text: TextStream
     limit: int
+    iterations: int = 0
     new_ids: list[int] = field(default_factory=list)
     finished: str | None = None
 
@@ -60,6 +61,8 @@ class TokenLoop:
         eos_token_ids: any of them ends a sequence.
         context_length: positions the model was made for; None where it states none.
         decoding: runs decode steps where it can; None leaves them to the host.
+        prefill_chunk: tokens of each prompt that one forward pass of a prefill takes at most; None for all. Each pass
+            is an iteration, and all those of a prefill are one step.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TokenLoop:
         context_length: int | None,
         device: torch.device,
         decoding: Decoding | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -83,6 +87,7 @@ class TokenLoop:
         self._iterations = 0
         self._sequences = 0
         self._decoding = decoding
+        self._prefill_chunk = prefill_chunk
         pad = tokenizer.pad_token_id
         self._pad_id = pad if pad is not None else min(eos_token_ids, default=0)
 
@@ -116,7 +121,7 @@ class TokenLoop:
         for sequence, reply in zip(sequences, replies or (), strict=bool(replies)):
             sequence.limit = min(sequence.limit, len(reply))
         eos = frozenset[int]() if settings.ignore_eos or replies is not None else self._eos
-        batch = PaddedBatch(prompts, self._pad_id, self._device)
+        batch = PaddedBatch(prompts, self._pad_id, self._device, self._prefill_chunk)
         prefill = HostSteps(self._model, self._observer, batch, sample)
         steps: Steps = prefill
         limit = max(s.limit for s in sequences)
@@ -129,6 +134,8 @@ class TokenLoop:
                 live = [s.finished is None for s in sequences]
                 if index == 1 and self._decoding is not None:
                     steps = self._decoding.follow(prefill, limit - 1, sample) or prefill
+                while batch.has_more:
+                    prefill.feed(self._describe(sequences, batch, index))
                 iteration = self._describe(sequences, batch, index)
                 logits, chosen = steps.advance(iteration, follow=index + 1 < limit)
                 check_drawn([token for token, alive in zip(chosen, live, strict=True) if alive])
@@ -173,11 +180,13 @@ class TokenLoop:
         return _Sequence(self._sequences - 1, prompt, hash_prompt(prompt), TextStream(self._tokenizer), limit)
 
     def _describe(self, sequences: Sequence[_Sequence], batch: PaddedBatch, index: int) -> Iteration:
-        states = [
-            SequenceState(row, s.number, index, s.prompt_hash, tokens=1 if index else len(s.prompt))
-            for row, s in enumerate(sequences)
-            if s.finished is None
-        ]
+        states = []
+        for row, s in enumerate(sequences):
+            tokens = 1 if index else batch.prompt_tokens(row)
+            # A chunk may hold nothing but padding of a short prompt.
+            if s.finished is None and tokens:
+                states.append(SequenceState(row, s.number, s.iterations, s.prompt_hash, tokens))
+                s.iterations += 1
         self._iterations += 1
         return Iteration(
             number=self._iterations - 1,

@@ -12,6 +12,12 @@ from transformers import PreTrainedModel
 from engine.observer import Iteration
 from engine.sampling import Sampler
 
+PREFILL_CHUNK = 4096
+"""Tokens of each prompt that one pass of a prefill takes at most: each pass moves all missing experts, and needs memory
+for its activations, of which masks and routed rows grow with it."""
+
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
 
 class IterationListener(Protocol):
     """Who is told of every forward pass before it runs."""
@@ -35,7 +41,7 @@ class Steps(Protocol):
 
 
 class HostSteps:
-    """The prefill and any number of decode steps.
+    """The prefill, in chunks where it is long, and any number of decode steps.
 
     Attributes:
         batch: the inputs of the next pass.
@@ -51,6 +57,12 @@ class HostSteps:
         self._accepted = inspect.signature(model.forward).parameters
         self.batch = batch
         self.cache: dict[str, Any] = {}
+
+    def feed(self, iteration: Iteration) -> None:
+        """Run a chunk of the prompts that is not their last."""
+        self._listener.begin(iteration)
+        self._forward()
+        self.batch.next_chunk()
 
     def advance(self, iteration: Iteration, follow: bool) -> tuple[torch.Tensor, list[int]]:
         self._listener.begin(iteration)
@@ -71,10 +83,23 @@ class HostSteps:
         return outputs.logits[:, -1]
 
 
-class PaddedBatch:
-    """Left-padded token ids with mask and positions, as transformers' own generation lays them out."""
+def takes_chunks(model: PreTrainedModel) -> bool:
+    """Whether prompts can be fed in chunks: every layer keeps keys and values, none a running state.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> None:
+    Families with such a state begin it anew with every pass of several tokens, or not, from one to the other.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ()
+    return not getattr(model, "_is_stateful", False) and _ATTENTION.issuperset(kinds)
+
+
+class PaddedBatch:
+    """Left-padded token ids with mask and positions, as transformers' own generation lays them out.
+
+    Args:
+        chunk: columns of the prompts that are one input at most; None for all of them.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, chunk: int | None) -> None:
         width = max(map(len, prompts))
         ids = [[pad_id] * (width - len(p)) + list(p) for p in prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
@@ -82,15 +107,39 @@ class PaddedBatch:
         self._mask = torch.tensor(mask, device=device)
         self._positions = (self._mask.cumsum(-1) - 1).masked_fill(self._mask == 0, 0)
 
+        self._padding = [width - len(p) for p in prompts]
+        self._chunk = chunk or width
+        self._start, self._stop = 0, min(self._chunk, width)
+
     @property
     def width(self) -> int:
-        return self._ids.shape[1]
+        """Columns of the next input."""
+        return self._stop - self._start
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the prompts go on behind the next input."""
+        return self._stop < self._ids.shape[1]
+
+    def prompt_tokens(self, row: int) -> int:
+        """How many tokens of a prompt are in the next input; they stand at the end of its row."""
+        return max(self._stop - max(self._start, self._padding[row]), 0)
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._ids, "attention_mask": self._mask, "position_ids": self._positions}
+        later = self._ids.shape[1] - self._stop
+        return {
+            "input_ids": self._ids[:, self._start : self._stop],
+            "attention_mask": self._mask[:, : self._mask.shape[1] - later],
+            "position_ids": self._positions[:, self._start : self._stop],
+        }
+
+    def next_chunk(self) -> None:
+        """Make the columns behind the next input the next input."""
+        self._start, self._stop = self._stop, min(self._stop + self._chunk, self._ids.shape[1])
 
     def append(self, tokens: Sequence[int]) -> None:
         """Make the chosen tokens [B] the next input."""
         self._ids = torch.tensor(tokens, device=self._ids.device)[:, None]
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         self._positions = self._positions[:, -1:] + 1
+        self._start, self._stop = 0, 1

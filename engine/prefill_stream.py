@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.bounds import NextUse
 from engine.eviction import EvictionRule
+from engine.expected_use import ExpectedUse
 
 LEAST_USE = 0.5
 """Expected share of experts in use from which an iteration streams, and expected use from which an expert is sent
@@ -53,10 +54,10 @@ class PrefillStream:
     expected use ``1 - (1 - p)^T``. p is learnt from the iterations that streamed before.
 
     Room is made by experts of layers that have passed, the running one among them as soon as they are computed, by
-    rising share of this iteration's tokens. So what stays behind is what decoding will use most, of all layers.
-    Experts that are there when the iteration begins stay until their layer has come, but for the ring: one slot in
-    ``RING_SHARE`` that is given up, furthest layers first, or the link would wait for every product. No more
-    than the ring is sent ahead.
+    rising share of this iteration's tokens, or by what they are worth to a rule that expects uses itself. So what
+    stays behind is what decoding will use most, of all layers. Experts that are there when the iteration begins stay
+    until their layer has come, but for the ring: one slot in ``RING_SHARE`` that is given up, furthest layers first,
+    or the link would wait for every product. No more than the ring is sent ahead.
 
     Not locked: its owner holds one lock around every call. Values are worth, in three bands: shares of tokens (0 to
     1), experts left over from before (2 to 3) and experts sent ahead (4).
@@ -68,6 +69,7 @@ class PrefillStream:
 
     def __init__(self, rule: EvictionRule, layers: int, experts: int, top_k: int, slots: int) -> None:
         self._rule = rule
+        self._asks_rule = isinstance(rule, ExpectedUse)
         self._layers = layers
         self._experts = experts
         self._share = min(top_k / experts, 1.0)
@@ -178,7 +180,12 @@ class PrefillStream:
             kind[layer] -= 1
 
     def values(self, keys: np.ndarray) -> np.ndarray:
-        return self._values[keys]
+        values = self._values[keys]
+        if self._asks_rule:
+            passed = values < _LEFT_OVER
+            # A rule that falls back on recency has values beyond 1: the least recent use decides then.
+            values[passed] = np.minimum(self._rule.values(keys)[passed], 1.0)
+        return values
 
     def speculative_value(self, key: int, probability: float) -> float:
         return self._rule.speculative_value(key, probability)

@@ -17,7 +17,7 @@ class IterationRecord:
 
     Attributes:
         sequence: identifies the sequence within its run; with ``iteration`` it names the record.
-        iteration: 0 for the prefill, then one a decode step.
+        iteration: 0 for the prefill, then one a decode step; a prefill of several chunks counts one for each.
         phase: "prefill" or "decode".
         prompt_hash: hash of the sequence's prompt token ids.
         tokens: input tokens of this iteration, padding excluded.

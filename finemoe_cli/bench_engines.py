@@ -94,6 +94,7 @@ class BenchEngines:
             adaptive=self._adaptive(cache, executor) if policy == ADAPTIVE else None,
             loaded=self._loaded,
             executor=executor,
+            prefill_chunk=self._settings.prefill_chunk_tokens,
         )
 
     def record(

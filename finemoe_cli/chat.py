@@ -21,6 +21,7 @@ from finemoe_cli.opening import (
     ExecutorOption,
     JsonOption,
     ModelOption,
+    PrefillChunkOption,
     describe_budget,
     open_engine,
     open_source,
@@ -66,6 +67,7 @@ def chat(
         ),
     ] = None,
     executor: ExecutorOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -111,6 +113,7 @@ def chat(
             "dtype": dtype,
             "policy": policy,
             "executor": executor,
+            "prefill_chunk": prefill_chunk,
             "store": store,
         }
     )

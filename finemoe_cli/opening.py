@@ -50,6 +50,16 @@ EXECUTOR_HELP = (
     "The device's tokens in bfloat16 have not been measured on a GPU yet."
 )
 ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="E", help=EXECUTOR_HELP, show_default="host")]
+PrefillChunkOption = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-chunk",
+        metavar="N",
+        min=1,
+        help="Run longer prompts N tokens at a time: less memory, more traffic.",
+        show_default="4096",
+    ),
+]
 DatasetOption = Annotated[
     str,
     typer.Option(
@@ -185,6 +195,7 @@ def open_engine(
             progress=lambda done, total: display.update(loading, completed=done, total=total),
             trace=trace,
             context=DEFAULT_CONTEXT + reply_tokens,
+            prefill_chunk=settings.prefill_chunk_tokens,
             executor=settings.executor.text if trace is None else ExecutorChoice.HOST,
         )
 

@@ -52,6 +52,7 @@ class Settings:
         dtype: "auto" or the name of a floating-point type.
         policy: by name; None for what a profile has chosen, else the store's own.
         executor: who drives decode steps: "host", "device" or "auto".
+        prefill_chunk: tokens of a prompt that one pass takes at most; None for the engine's default.
         store: location of the store, None for the model's own below ``home``, "none" for no store.
         capacity: C, the number of expert maps a store keeps; None for the store's own.
         catalog_url: SQLAlchemy URL of the catalog, None for a SQLite file below ``home``.
@@ -64,6 +65,7 @@ class Settings:
     dtype: Setting
     policy: Setting
     executor: Setting
+    prefill_chunk: Setting
     store: Setting
     capacity: Setting
     catalog_url: Setting
@@ -85,14 +87,12 @@ class Settings:
     @property
     def map_capacity(self) -> int | None:
         """C as a number. Raises SettingsError where it is none."""
-        text = self.capacity.value
-        if text is None:
-            return None
-        if not text.isascii() or not text.isdigit() or int(text) == 0:
-            raise SettingsError(
-                f"capacity from {self.capacity.origin} is {text!r}: give a whole number of maps above 0"
-            )
-        return int(text)
+        return _count("capacity", self.capacity, "maps")
+
+    @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """The chunk as a number. Raises SettingsError where it is none."""
+        return _count("prefill_chunk", self.prefill_chunk, "tokens")
 
     def origins(self) -> dict[str, Setting]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -160,6 +160,15 @@ def read_config(file: Path) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
+def _count(name: str, setting: Setting, things: str) -> int | None:
+    text = setting.value
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise SettingsError(f"{name} from {setting.origin} is {text!r}: give a whole number of {things} above 0")
+    return int(text)
+
+
 def _expand(path: str, origin: str) -> Path:
     try:
         return Path(path).expanduser()
@@ -176,6 +185,7 @@ def _defaults() -> dict[str, str | None]:
         "dtype": "auto",
         "policy": None,
         "executor": "host",
+        "prefill_chunk": None,
         "store": None,
         "capacity": None,
         "catalog_url": None,

@@ -65,7 +65,9 @@ def set_scene(source: ModelSource, earlier: Sequence[str], prompts: Sequence[str
     return Scene(source, history, future, prompts, tokens, size)
 
 
-def run_live(scene: Scene, policy: str, cache: str, layer_seconds: float, path: Path) -> tuple[Counts, int]:
+def run_live(
+    scene: Scene, policy: str, cache: str, layer_seconds: float, path: Path, prefill_chunk: int | None = None
+) -> tuple[Counts, int]:
     """Answer the prompts under the policy; counts and slots. The trace goes to ``path``."""
     with (
         TraceWriter(path, _manifest(scene.source)) as trace,
@@ -80,6 +82,7 @@ def run_live(scene: Scene, policy: str, cache: str, layer_seconds: float, path: 
             future=scene.future,
             clock=scene.clock(layer_seconds),
             trace=trace,
+            prefill_chunk=prefill_chunk,
         ) as engine,
     ):
         _answer(engine, scene.prompts, scene.tokens)

@@ -64,6 +64,15 @@ def test_prompt_from_stdin_and_stats(fox: Outcome, tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+def test_a_prompt_in_chunks_is_answered_alike_with_more_traffic(fox: Outcome, tmp_path: Path) -> None:
+    outcome = run_here(tmp_path, "chat", *FOX, "--cache", "25%", "--json", "--store", "none", "--prefill-chunk", "4")
+    assert outcome.json["text"] == fox.json["text"]
+    whole, chunked = (reply["summary"] for reply in (fox.json, outcome.json))
+    assert chunked["prompt_tokens"] == whole["prompt_tokens"] > 8
+    routed = [sum(summary["prefill"][name] for name in ("hits", "late", "misses")) for summary in (whole, chunked)]
+    assert routed[1] > routed[0]
+
+
 def test_replies_add_to_the_store(tmp_path: Path) -> None:
     reply = run_here(tmp_path, "chat", *FOX, "--json").json
     found = run_here(tmp_path, "store", "inspect", "--json").json

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import UsageError
 from finemoe_cli.env import collect_environment
-from finemoe_cli.settings import SettingsError, config_file, load_settings
+from finemoe_cli.settings import Setting, SettingsError, config_file, load_settings
 from tests.finemoe_cli.conftest import run_here
 
 
@@ -56,6 +56,16 @@ def test_the_executor_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         "value": "device",
         "origin": "environment FINEMOE_EXECUTOR",
     }
+
+
+def test_the_prefill_chunk_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert load_settings().prefill_chunk_tokens is None
+    file = write_config("prefill_chunk = 512\n")
+    assert (load_settings().prefill_chunk_tokens, load_settings().prefill_chunk.origin) == (512, f"file {file}")
+    assert load_settings({"prefill_chunk": 64}).prefill_chunk == Setting("64", "flag --prefill-chunk")
+    monkeypatch.setenv("FINEMOE_PREFILL_CHUNK", "0")
+    with pytest.raises(SettingsError, match="prefill_chunk from environment FINEMOE_PREFILL_CHUNK is '0'"):
+        run_here(tmp_path, "chat", "-p", "hi", "--store", "none", FINEMOE_PREFILL_CHUNK="0")
 
 
 @pytest.mark.parametrize("arguments", [("chat", "-p", "hi"), ("bench",)])
