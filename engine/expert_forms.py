@@ -21,7 +21,7 @@ class Projection:
     """One weight matrix of an expert, applied to a vector of ``size_in`` numbers.
 
     Attributes:
-        offset, bias_offset: bytes from the expert's address; ``bias_offset`` -1 without a bias.
+        offset, bias_offset: elements from the expert's address; ``bias_offset`` -1 without a bias.
         stride_out, stride_in: elements from one output's weights, and from one input's, to the next.
     """
 
@@ -165,8 +165,8 @@ def _find_projection(layout: ExpertLayout, name: str, module: Any) -> Projection
     return Projection(
         size_in=size_in,
         size_out=size_out,
-        offset=weight.offset,
-        bias_offset=-1 if bias is None else bias.offset,
+        offset=weight.offset // weight.dtype.itemsize,
+        bias_offset=-1 if bias is None else bias.offset // bias.dtype.itemsize,
         stride_out=1 if module.is_transposed else columns,
         stride_in=columns if module.is_transposed else 1,
     )

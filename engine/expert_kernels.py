@@ -72,8 +72,8 @@ def expand(
 ):
     """First projection and activation: ids [T * K], hidden [T, H] -> states float32 [T * K, I].
 
-    routes: see ``resolve``; LANDS whether some may land. Offsets are bytes from an expert's address, BIAS_OFFSET -1
-    where there is none. Row n of the gate is row n * GATE_STEP of the weight, its row of the other half GATE_SHIFT
+    routes: see ``resolve``; LANDS whether some may land. Offsets are elements from an expert's address, BIAS_OFFSET
+    -1 where there is none. Row n of the gate is row n * GATE_STEP of the weight, its row of the other half GATE_SHIFT
     further.
     """
     pair = tl.program_id(0)
@@ -82,11 +82,13 @@ def expand(
         return
     expert = tl.load(ids + pair)
     landing = tl.load(routes + TOKENS * TOP_K + pair)
-    lands = landing != 0
-    weight = tl.multiple_of((address + WEIGHT_OFFSET).to(hidden.dtype), 16)
-    landed = tl.multiple_of((landing + WEIGHT_OFFSET).to(hidden.dtype), 16)
+    source = tl.multiple_of(address.to(hidden.dtype), 16)
+    target = tl.multiple_of(landing.to(hidden.dtype), 16)
+    weight = source + WEIGHT_OFFSET
+    landed = target + WEIGHT_OFFSET
     rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_mask = rows < SIZE_OUT
+    row_lands = row_mask & (tl.load(routes + TOKENS * TOP_K + pair + 0 * rows) != 0)
     row_starts = (rows * GATE_STEP)[:, None] * STRIDE_OUT
     inner = tl.arange(0, BLOCK_IN)
     tokens = tl.arange(0, TOKENS_PAD)
@@ -103,11 +105,11 @@ def expand(
         places = row_starts + columns[None, :] * STRIDE_IN
         gate = tl.load(weight + places, mask=mask, other=0.0)
         if LANDS:
-            tl.store(landed + places, gate, mask=mask & lands)
+            tl.store(landed + places, gate, mask=row_lands[:, None] & column_mask[None, :])
         if GATED:
             up = tl.load(weight + places + GATE_SHIFT * STRIDE_OUT, mask=mask, other=0.0)
             if LANDS:
-                tl.store(landed + places + GATE_SHIFT * STRIDE_OUT, up, mask=mask & lands)
+                tl.store(landed + places + GATE_SHIFT * STRIDE_OUT, up, mask=row_lands[:, None] & column_mask[None, :])
         if TOKENS == 1:
             x = tl.load(hidden + columns, mask=column_mask, other=0.0).to(tl.float32)
             gate_sum += gate.to(tl.float32) * x[None, :]
@@ -126,17 +128,17 @@ def expand(
     gate_sum = _round(gate_sum, dtype)
     up_sum = _round(up_sum, dtype)
     if BIAS_OFFSET >= 0:
-        bias = (address + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
-        landed_bias = (landing + BIAS_OFFSET).to(hidden.dtype) + rows * GATE_STEP
+        bias = source + BIAS_OFFSET + rows * GATE_STEP
+        landed_bias = target + BIAS_OFFSET + rows * GATE_STEP
         gate_bias = tl.load(bias, mask=row_mask, other=0.0)
         gate_sum = _round(gate_sum + gate_bias.to(tl.float32)[:, None], dtype)
         if LANDS:
-            tl.store(landed_bias, gate_bias, mask=row_mask & lands)
+            tl.store(landed_bias, gate_bias, mask=row_lands)
         if GATED:
             up_bias = tl.load(bias + GATE_SHIFT, mask=row_mask, other=0.0)
             up_sum = _round(up_sum + up_bias.to(tl.float32)[:, None], dtype)
             if LANDS:
-                tl.store(landed_bias + GATE_SHIFT, up_bias, mask=row_mask & lands)
+                tl.store(landed_bias + GATE_SHIFT, up_bias, mask=row_lands)
     state = _activate(gate_sum, up_sum, alpha, limit, GATED, ACTIVATION, dtype)
     if TOKENS == 1:
         tl.store(states + pair * SIZE_OUT + rows[:, None], state, mask=row_mask[:, None])
@@ -179,11 +181,13 @@ def contract(
         return
     expert = tl.load(ids + pair)
     landing = tl.load(routes + TOKENS * TOP_K + pair)
-    lands = landing != 0
-    weight = tl.multiple_of((address + WEIGHT_OFFSET).to(like.dtype), 16)
-    landed = tl.multiple_of((landing + WEIGHT_OFFSET).to(like.dtype), 16)
+    source = tl.multiple_of(address.to(like.dtype), 16)
+    target = tl.multiple_of(landing.to(like.dtype), 16)
+    weight = source + WEIGHT_OFFSET
+    landed = target + WEIGHT_OFFSET
     rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_mask = rows < SIZE_OUT
+    row_lands = row_mask & (tl.load(routes + TOKENS * TOP_K + pair + 0 * rows) != 0)
     row_starts = rows[:, None] * STRIDE_OUT
     inner = tl.arange(0, BLOCK_IN)
     tokens = tl.arange(0, TOKENS_PAD)
@@ -204,7 +208,7 @@ def contract(
         places = row_starts + columns[None, :] * STRIDE_IN
         part = tl.load(weight + places, mask=mask, other=0.0)
         if LANDS:
-            tl.store(landed + places, part, mask=mask & lands)
+            tl.store(landed + places, part, mask=row_lands[:, None] & column_mask[None, :])
         if TOKENS == 1:
             x = tl.load(states + pair * SIZE_IN + columns, mask=column_mask, other=0.0)
             total += part.to(tl.float32) * x[None, :]
@@ -217,10 +221,10 @@ def contract(
     dtype: tl.constexpr = like.dtype.element_ty
     total = _round(total, dtype)
     if BIAS_OFFSET >= 0:
-        bias = tl.load((address + BIAS_OFFSET).to(like.dtype) + rows, mask=row_mask, other=0.0)
+        bias = tl.load(source + BIAS_OFFSET + rows, mask=row_mask, other=0.0)
         total = _round(total + bias.to(tl.float32)[:, None], dtype)
         if LANDS:
-            tl.store((landing + BIAS_OFFSET).to(like.dtype) + rows, bias, mask=row_mask & lands)
+            tl.store(target + BIAS_OFFSET + rows, bias, mask=row_lands)
     # A product with float32 weights stays float32.
     product: tl.constexpr = weights.dtype.element_ty
     if TOKENS == 1:
@@ -294,6 +298,6 @@ def combine(
     for _ in tl.static_range(TOP_K):
         last = tl.min(tl.where(order > last, order, end), axis=0)
         pair = token * TOP_K + last % TOP_K_PAD
-        part = tl.load(outputs + pair * SIZE + columns, mask=mask & (last < end), other=0.0)
+        part = tl.load(outputs + pair * SIZE + columns, mask=tl.where(last < end, columns, SIZE) < SIZE, other=0.0)
         total = _round(total + _round(part, DTYPE), DTYPE)
     tl.store(result + token * SIZE + columns, total.to(result.dtype.element_ty), mask=mask)

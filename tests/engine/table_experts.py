@@ -61,13 +61,13 @@ class EagerExperts(ExpertProducts):
         return self._project(form.down, address, state)
 
     def _project(self, projection: Projection, address: int, rows: torch.Tensor) -> torch.Tensor:
-        weight = self._view(address + projection.offset, projection.size_in * projection.size_out).as_strided(
+        weight = self._view(address, projection.offset, projection.size_in * projection.size_out).as_strided(
             (projection.size_out, projection.size_in), (projection.stride_out, projection.stride_in)
         )
         product = self._multiply(rows, weight)
         if projection.bias_offset < 0:
             return product
-        return product + self._view(address + projection.bias_offset, projection.size_out)
+        return product + self._view(address, projection.bias_offset, projection.size_out)
 
     def _land(self, address: int, landing: int) -> None:
         for projection in (self.form.up, self.form.down):
@@ -75,11 +75,11 @@ class EagerExperts(ExpertProducts):
             if projection.bias_offset >= 0:
                 parts[projection.bias_offset] = projection.size_out
             for offset, count in parts.items():
-                self._view(landing + offset, count).copy_(self._view(address + offset, count))
+                self._view(landing, offset, count).copy_(self._view(address, offset, count))
 
-    def _view(self, address: int, count: int) -> torch.Tensor:
+    def _view(self, address: int, offset: int, count: int) -> torch.Tensor:
         dtype = self.form.dtype
-        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address + offset * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype)
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
