@@ -12,8 +12,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from engine.errors import CaptureError
+from engine.kernel_check import error_bound, measure_error
 
-_WARM_UPS = 2
+WARM_UPS = 2
+"""Steps run before one is recorded; the caches must have room for them."""
 
 
 class DecodeGraph:
@@ -82,18 +84,22 @@ class DecodeGraph:
             after: queues what belongs behind the forward pass.
 
         Raises:
-            CaptureError: the forward pass needs the host.
+            CaptureError: the forward pass needs the host, or the step does not repeat what it was recorded from.
         """
         self._experts, self._after = experts, after
         try:
-            for _ in range(_WARM_UPS):
+            for _ in range(WARM_UPS):
                 self._run()
+            expected = self.logits.clone()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._run()
                 self._graph = graph
+            self._check_replay(expected)
+        except CaptureError:
+            raise
         except Exception as error:  # the model's, the driver's, and those of Triton, which have no class in common
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CaptureError(f"its forward pass cannot be captured ({reason})") from error
@@ -111,6 +117,21 @@ class DecodeGraph:
             self.logits = self._forward()
             self._positions.add_(1)
             self._after()
+
+    @torch.inference_mode()
+    def _check_replay(self, expected: torch.Tensor) -> None:
+        """Repeat the last step: what a model keeps on the host stands in a recording as it was when it was recorded.
+
+        Recording runs nothing, so that the last step is the last warm-up, whose logits are ``expected`` [B, V].
+        """
+        assert self._cache is not None
+        self._positions.sub_(1)
+        for layer in self._cache.layers:
+            layer.cumulative_length.sub_(1)
+        self.replay()
+        error = measure_error(self.logits, expected)
+        if not error <= error_bound(self._model.dtype):
+            raise CaptureError(f"its recorded step differs from its own by {error:.1e} of the logits' size")
 
     def _forward(self) -> torch.Tensor:
         inputs = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from engine.address_table import AddressTable
 from engine.captured_experts import CapturedExperts
 from engine.copy_streams import open_copies
-from engine.decode_graph import DecodeGraph
+from engine.decode_graph import WARM_UPS, DecodeGraph
 from engine.errors import CaptureError, GenerationError
 from engine.eviction import EvictionRule
 from engine.expert_arithmetic import Accumulation
@@ -146,7 +146,7 @@ class DeviceDecoder:
         # Capturing runs the step, and must not find words of an earlier reply.
         self._orders.reset()
         mask = inputs["attention_mask"][:, :-1]
-        batch, length = mask.shape[0], mask.shape[1] + new_tokens
+        batch, length = mask.shape[0], mask.shape[1] + max(new_tokens, WARM_UPS)
         graph = self._fitting_graph(batch, length, cache_name)
         graph.fill(cache, mask, inputs["position_ids"])
         if self._graph is not graph:

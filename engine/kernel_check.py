@@ -83,7 +83,7 @@ def check_products(
                 for _ in range(2):
                     routes = keeper.resolve(layer.index, ids)
                     found = products(layer.index, routes, hidden, ids, weights)
-                    error = _measure_error(found, expected.to(hidden.dtype))
+                    error = measure_error(found, expected.to(hidden.dtype))
                     if not error <= error_bound(form.dtype):
                         raise CaptureError(
                             f"on {device} its kernels' results for {tokens} tokens differ from its own by {error:.1e} "
@@ -100,7 +100,8 @@ def check_products(
         raise CaptureError(f"its kernels cannot be compiled and run on {device} ({reason})") from error
 
 
-def _measure_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest over the tokens; not a number if any result is none."""
+def measure_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square relative to what is expected, the largest over the tokens; no number if any result is
+    none. Both [T, n]."""
     difference = (found.float() - expected.float()).norm(dim=-1)
     return float((difference / expected.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)).max())

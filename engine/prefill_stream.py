@@ -153,11 +153,15 @@ class PrefillStream:
             self._ahead.popleft()
         return None
 
+    def end_layer(self) -> None:
+        """Nothing more is sent for the running layer: it is done, or left."""
+        self._decided.clear()
+        self.awaited = None
+
     def abandon(self) -> None:
         """Nothing is sent any more: the iteration has ended, or is left."""
-        self._decided.clear()
+        self.end_layer()
         self._ahead.clear()
-        self.awaited = None
 
     def record_use(self, keys: Sequence[int]) -> None:
         self._rule.record_use(keys)

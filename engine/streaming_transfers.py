@@ -80,6 +80,7 @@ class StreamingTransfers(TransferEngine):
                 self._computed(key)
         finally:
             with self._work:
+                stream.end_layer()
                 self._urgent.clear()
                 self._link.release([self.cache.slot(key) for key in self._pinned])
                 while self._pinned:

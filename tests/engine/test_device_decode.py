@@ -4,6 +4,7 @@ interpreter, and PyTorch reads the experts along their routes, as the interprete
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -215,6 +216,15 @@ def test_kernels_that_compute_something_else_leave_the_model_to_the_host(
     refused = pytest.warns(RuntimeWarning, match=r"its kernels' results for 3 tokens differ from its own by \d")
     with open_engine(source, "device") as engine, refused:
         assert [step.token_ids for step in answer(engine, PROMPTS)] == expected
+
+
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_a_model_whose_steps_depend_on_the_host_is_left_to_the_host(source: ModelSource) -> None:
+    steps = itertools.count()
+    refused = pytest.warns(RuntimeWarning, match=r"its recorded step differs from its own by \d")
+    with open_engine(source, "device") as engine, refused:
+        engine._loop._model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + next(steps))
+        assert len(answer(engine, PROMPTS)) == NEW_TOKENS
 
 
 @pytest.mark.filterwarnings("default::RuntimeWarning")

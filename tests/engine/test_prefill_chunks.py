@@ -58,14 +58,14 @@ def open_engine(source: ModelSource, chunk: int | None, dtype: str = "float32", 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "batch"])
-def test_chunks_equal_transformers_fed_the_same(dtype: str, prompts: list[list[int]]) -> None:
+def test_chunks_equal_transformers_fed_the_same(dtype: str) -> None:
     source = resolve_model("demo")
     reference = load_reference(source.folder, getattr(torch, dtype))
     for chunk in (5, 22, 40):
         with open_engine(source, chunk, dtype) as engine:
-            expected = fed_in_chunks(reference, prompts, chunk, engine.tokenizer.pad_token_id)
-            assert torch.equal(first_logits(engine, prompts), expected)
+            for prompts in (PROMPTS[:1], PROMPTS):
+                expected = fed_in_chunks(reference, prompts, chunk, engine.tokenizer.pad_token_id)
+                assert torch.equal(first_logits(engine, prompts), expected)
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -135,7 +135,7 @@ def test_each_chunk_is_given_to_the_library_by_a_name_of_its_own() -> None:
     assert len(library) == 5 + 3 + 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "finemoe", "adaptive"])
+@pytest.mark.parametrize("policy", ["finemoe", "adaptive"])
 def test_replay_equals_live_in_chunks(policy: str, tmp_path: Path) -> None:
     prompts = ["One river runs to the sea, and the king went on to the water at night, for i in range(10): print(i)"]
     scene = set_scene(resolve_model("demo"), ["Rivers carry water.", "def add(a, b):"], prompts, 4, tmp_path)

@@ -112,11 +112,11 @@ def test_transformers_itself_is_routed_alike() -> None:
 def test_the_devices_steps_follow_the_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing runs the model, and tokens are run ahead: neither puts the replay out of step."""
     pytest.importorskip("triton")
-    from engine.expert_products import ExpertProducts
-    from tests.engine.test_device_decode import read_along_routes
+    from engine import device_decoder
+    from tests.engine.table_experts import EagerExperts
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
+        monkeypatch.setattr(device_decoder, "ExpertProducts", EagerExperts)
     trace = learned_trace()
     source = synthetic_source("qwen2_moe")
     loaded = synthesize(source, CPU, torch.float32)

@@ -176,6 +176,10 @@ def test_an_abandoned_layer_leaves_nothing_pinned(host: HostExperts) -> None:
     serving = run_layer(transfers, 0, [0, 1, 2, 3], MANY)
     next(serving)
     serving.close()
+    assert not transfers._pinned
+    assert transfers._stream is not None
+    load = transfers._stream.next_load(transfers._holds)
+    assert load is None or not load.decided
     for position in range(4, 12):
         transfers.begin(MANY if position % 8 < 4 else 1)
         layer = position % L

@@ -21,7 +21,6 @@ from engine.resident import ResidentModel
 from engine.source import resolve_model
 from store.catalog import Catalog
 from store.profiles import save_profile
-from tests.engine.test_device_decode import read_along_routes
 from tests.engine.tiny_models import build_tiny_model
 from tests.finemoe_cli.conftest import Outcome, Starter, interrupt, run_here, wait_for
 
@@ -199,10 +198,11 @@ def test_executors_are_compared_and_the_devices_tokens_with_eagers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from engine.expert_products import ExpertProducts
+    from engine import device_decoder
+    from tests.engine.table_experts import EagerExperts
 
     # PyTorch reads the experts through the address table, as Triton's interpreter takes seconds for a token.
-    monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
+    monkeypatch.setattr(device_decoder, "ExpertProducts", EagerExperts)
     model = str(build_tiny_model("qwen2_moe", tmp_path / "tiny"))
     plan = ("--model", model, "--policies", "lru", "--cache", "100%", "-p", "4", "-n", "3", "-r", "1")
     few = ("--store-prompts", "1", "--test-prompts", "1")
@@ -215,8 +215,9 @@ def test_executors_are_compared_and_the_devices_tokens_with_eagers(
     assert all(r["tokens_equal"] and r["differing_prompts"] == 0 for r in records if r["policy"] != "resident")
     assert all(r["differing_token"] is r["reference_gap"] is None for r in records if r["tokens_equal"])
     assert "lru 100% device, 1 prompt of 4 tokens + 3" in outcome.stderr
-    # The stand-in computes in float32 alone.
-    outcome = run_here(tmp_path, *arguments, "--dtype", "bfloat16")
+    with monkeypatch.context() as changed:
+        changed.setattr(EagerExperts, "_activate", lambda self, gate, up: gate)
+        outcome = run_here(tmp_path, *arguments, "--dtype", "float32")
     assert "warning: the host decides in every layer of this model: " in outcome.stderr
     assert "left out: lru 100% device: the device cannot drive this model's decode steps" in outcome.stderr
     assert not [r for r in json.loads(outcome.stdout) if r["executor"] == "device-driven"]

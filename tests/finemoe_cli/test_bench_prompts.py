@@ -7,6 +7,7 @@ import pytest
 
 from engine.budget import ExpertBudget
 from engine.checkpoint import load_tokenizer
+from engine.decoding import ExecutorChoice
 from engine.errors import UsageError
 from engine.generation import hash_prompt
 from engine.prompts import open_prompts
@@ -17,6 +18,7 @@ from finemoe_cli.bench_prompts import draw_prompts
 PLAN = BenchPlan(
     policies=("finemoe", "lru", "moe-infinity", "finemoe"),
     states=(state_named("cold"), state_named("online")),
+    executors=(ExecutorChoice.HOST,),
     caches=(ExpertBudget.parse("10%"), ExpertBudget.parse("25%")),
     prompt_lengths=(None, 20),
     new_tokens=(4, 8),

@@ -116,10 +116,10 @@ def test_tables_say_so_above_them(benched: tuple[Path, Outcome]) -> None:
 
 def test_the_device_reads_misses_in_place(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from engine.expert_products import ExpertProducts
-    from tests.engine.test_device_decode import read_along_routes
+    from engine import device_decoder
+    from tests.engine.table_experts import EagerExperts
 
-    monkeypatch.setattr(ExpertProducts, "__call__", read_along_routes)
+    monkeypatch.setattr(device_decoder, "ExpertProducts", EagerExperts)
     arguments = ("--synthetic", "qwen2_moe", "--routing", str(trace), "--policies", "lru", "--dtype", "float32")
     outcome = run_here(
         trace.parent, "bench", *arguments, *QUICK, "--layers", "2", "--executor", "host,device", "-o", "json"
