@@ -198,7 +198,7 @@ def test_executors_are_compared_and_the_devices_tokens_with_eagers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from engine import device_decoder
+    from engine import device_decoder, kernel_check
     from tests.engine.table_experts import EagerExperts
 
     # PyTorch reads the experts through the address table, as Triton's interpreter takes seconds for a token.
@@ -216,7 +216,7 @@ def test_executors_are_compared_and_the_devices_tokens_with_eagers(
     assert all(r["differing_token"] is r["reference_gap"] is None for r in records if r["tokens_equal"])
     assert "lru 100% device, 1 prompt of 4 tokens + 3" in outcome.stderr
     with monkeypatch.context() as changed:
-        changed.setattr(EagerExperts, "_activate", lambda self, gate, up: gate)
+        changed.setattr(kernel_check.ExpertProducts, "__call__", lambda self, layer, routes, hidden, *routed: hidden)
         outcome = run_here(tmp_path, *arguments, "--dtype", "float32")
     assert "warning: the host decides in every layer of this model: " in outcome.stderr
     assert "left out: lru 100% device: the device cannot drive this model's decode steps" in outcome.stderr
