@@ -11,8 +11,9 @@ in the device's step. For comparison, transformers alone: ``grouped_mm`` and ``b
 implementations, ``static`` its static cache under eager experts, and ``float32`` eager in float32, which shows how far
 eager is from unrounded logits.
 
-Exits 1 where a logit is no number, a logit differs by more than ``--bound``, or a token differs where eager's two best
-logits are further apart than two logits within the bound could bring together.
+Exits 1 where a logit is no number, a logit differs by more than ``--bound`` before a near-tie of a gate has sent any of
+the reply's tokens to other experts, or a token differs where eager's two best logits are further apart than two logits
+within the bound could bring together.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from tests.engine.table_experts import EagerExperts, KernelArithmetic, PlainKeep
 
 STAND_INS = {"arithmetic": KernelArithmetic, "eager": EagerExperts}
 TRANSFORMERS = ("grouped_mm", "batched_mm", "static", "float32")
-BOUNDS = {"float32": 2e-4, "bfloat16": 2.0}
+BOUNDS = {"float32": 2e-4, "bfloat16": 0.5}
 _PROMPT_TOKENS = 200
 
 
@@ -101,7 +102,8 @@ class Comparison:
         )
 
     def within(self, bound: float) -> bool:
-        return not self.not_finite and max(self.differences) <= bound and max(self.parted, default=0) <= 2 * bound
+        routed_alike, parted = max(self.unrouted, default=0.0), max(self.parted, default=0.0)
+        return not self.not_finite and routed_alike <= bound and parted <= 2 * bound
 
 
 HEADER = (
@@ -219,7 +221,7 @@ def main() -> None:
     parser.add_argument(
         "--experts", choices=["kernels", *STAND_INS, *TRANSFORMERS], default="kernels", help="see above"
     )
-    parser.add_argument("--bound", type=float, help=f"of a logit's difference; by type {BOUNDS}")
+    parser.add_argument("--bound", type=float, help=f"of a difference while routing agrees; by type {BOUNDS}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     bound = BOUNDS[options.dtype] if options.bound is None else options.bound
