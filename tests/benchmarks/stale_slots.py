@@ -116,8 +116,8 @@ def compare(
 class UnhurriedExperts(EagerExperts):
     """Lets the copies go on between finding bytes and reading them, for about as long as a kernel of a GPU takes."""
 
-    def _view(self, address: int, count: int) -> torch.Tensor:
-        found = super()._view(address, count)
+    def _view(self, address: int, offset: int, count: int) -> torch.Tensor:
+        found = super()._view(address, offset, count)
         time.sleep(_READING_SECONDS)
         return found
 

@@ -1,4 +1,4 @@
-"""Kernels compile to machine code for the GPUs people have, on a machine without one."""
+"""Kernels compile to machine code for a GPU, on a machine without one; ``compile_kernels`` does so for any."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_the_oldest_gpus_with_bfloat16(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compile_kernels", "80", "90"],
+        [sys.executable, "-m", "tests.engine.compile_kernels", "80"],
         cwd=ROOT,
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
@@ -26,8 +26,7 @@ def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
     records = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert {record["capability"] for record in records} == {80, 90}
-    assert len(records) == 2 * 19
+    assert len(records) == 19
     for record in records:
         assert record["bytes"] > 0
         reads_experts = record["kernel"] in ("expand", "contract")
