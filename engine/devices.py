@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what models that are gone have left in PyTorch's own pool, so that free memory is seen as free."""
+    """Give back what models and engines that are gone have left, so that free memory is seen as free.
+
+    Hooks and closures refer to them in circles, and what PyTorch's own pool keeps is not free for others.
+    """
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -109,7 +109,8 @@ class MatcherThread:
             try:
                 handle()
             except BaseException as failure:  # kept for ``check``; the thread goes on serving drains
-                self._failure = failure
+                # The first is the cause; what follows may fail for it alone.
+                self._failure = self._failure or failure
 
 
 class InlineMatcher:

@@ -20,13 +20,6 @@ from engine.traces import TracedRequest
 _LEAST_PROBABILITY = 1e-7
 
 
-def widen_embeddings(embeddings: np.ndarray, width: int) -> np.ndarray:
-    """Embeddings [N, h] with zeros behind them, float32 [N, width], which leaves every cosine as it is."""
-    widened = np.zeros((len(embeddings), width), dtype=np.float32)
-    widened[:, : embeddings.shape[1]] = embeddings
-    return widened
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _TokenRouting:
     """What routers are to choose for N tokens.
@@ -48,7 +41,7 @@ class ReplayedRouting:
     A token's place in its sequence tells which row of the trace it follows, so that neither a decode graph's capture
     nor a token run ahead puts the replay out of step. Of a prefill the trace knows how many tokens each expert was
     given: the prompt's tokens share the experts out in just these numbers. Where the trace has embeddings, they take
-    the place of the model's own, with zeros behind them.
+    the place of the model's own.
 
     Args:
         requests: those that ``begin`` will be told of, see ``engine.synthetic_routing.shape_trace``.
@@ -73,9 +66,8 @@ class ReplayedRouting:
         self._weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_PROBABILITY)
         self._embeddings: torch.Tensor | None = None
         known = [part.embeddings for part in routed if part.embeddings is not None]
-        width = model.get_input_embeddings().embedding_dim
         if len(known) == len(routed):
-            self._embeddings = torch.from_numpy(widen_embeddings(np.concatenate(known), width)).to(device, model.dtype)
+            self._embeddings = torch.from_numpy(np.concatenate(known)).to(device, model.dtype)
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
         self._rows: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []

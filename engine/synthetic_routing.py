@@ -9,7 +9,6 @@ import numpy as np
 
 from engine.errors import TraceError
 from engine.records import IterationRecord, Phase
-from engine.replayed_routing import widen_embeddings
 from engine.trace_files import read_trace
 from engine.traces import RoutingTrace, TracedRequest, TraceManifest
 
@@ -31,7 +30,7 @@ def shape_trace(
 
     Args:
         whole: L, J, K of the model whose first layers are run.
-        hidden_size: h of that model; longer embeddings are left out.
+        hidden_size: h of that model, to which zeros fill embeddings up; longer ones are left out.
         new_tokens: tokens of an answer at most.
         where: names the trace in an error.
 
@@ -53,11 +52,13 @@ def shape_trace(
         kept = [*prefills, *steps][:new_tokens]
         if len(kept) > 1:
             taken = _first_layers(request.take(kept), layers)
-            requests.append(replace(taken, gate_inputs=None, embeddings=taken.embeddings if has_embeddings else None))
+            embeddings = taken.embeddings if has_embeddings else None
+            widened = None if embeddings is None else _widen(embeddings, hidden_size)
+            requests.append(replace(taken, gate_inputs=None, embeddings=widened))
     if not requests:
         raise TraceError(f"{where}: no request has a decode step behind its first iteration: record longer answers")
     # What gates read belongs to the hidden states of the trace's own model.
-    width = manifest.hidden_size if has_embeddings else None
+    width = hidden_size if has_embeddings else None
     described = replace(manifest, layers=layers, hidden_size=width, gate_inputs=False, gates=None)
     return RoutingTrace(described, tuple(requests))
 
@@ -90,10 +91,10 @@ def draw_trace(shape: tuple[int, int, int], requests: int, prompt_tokens: int, n
     return RoutingTrace(manifest, tuple(made))
 
 
-def map_records(request: TracedRequest, experts: int, hidden_size: int) -> list[IterationRecord]:
-    """A request's iterations as a store keeps them, its embeddings as ``ReplayedRouting`` has the model show them."""
-    assert request.embeddings is not None
-    embeddings = widen_embeddings(request.embeddings, hidden_size)
+def map_records(request: TracedRequest, experts: int) -> list[IterationRecord]:
+    """The iterations of a request with embeddings, as a store keeps them."""
+    embeddings = request.embeddings
+    assert embeddings is not None
     return [
         IterationRecord(
             sequence=request.request,
@@ -106,6 +107,13 @@ def map_records(request: TracedRequest, experts: int, hidden_size: int) -> list[
         )
         for t, probabilities in enumerate(request.maps(experts))
     ]
+
+
+def _widen(embeddings: np.ndarray, width: int) -> np.ndarray:
+    """Embeddings [N, h] with zeros behind them, float32 [N, width], which leaves every cosine as it is."""
+    widened = np.zeros((len(embeddings), width), dtype=np.float32)
+    widened[:, : embeddings.shape[1]] = embeddings
+    return widened
 
 
 def _first_layers(request: TracedRequest, layers: int) -> TracedRequest:

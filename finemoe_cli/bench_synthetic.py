@@ -67,16 +67,16 @@ class SyntheticBench:
         for executor in plan.executors:
             drives_itself(executor, device)
         trace, identity = _open_routing(asked, source, plan)
-        plan = replace(plan, policies=_possible(plan.policies, trace))
         walks = [_walk(trace, identity, source, plan, new_tokens) for new_tokens in plan.new_tokens]
+        plan = replace(plan, policies=_possible(plan.policies, walks[0].store))
         size = measure_model(source.config, dtype, source.name)
         room = MemoryRoom.of(device)
         _check_memory(plan, source, size, room, walks)
         longest = max(walks, key=lambda walk: walk.new_tokens)
         store = BenchStore.temporary(source, capacity, plan.distance, [*identity.fields().values(), plan.store_prompts])
-        if trace.manifest.hidden_size is not None:
+        if longest.store.manifest.hidden_size is not None:
             for request in longest.store.requests:
-                store.maps.publish(map_records(request, source.fingerprint.experts, source.fingerprint.hidden_size))
+                store.maps.publish(map_records(request, source.fingerprint.experts))
         machine = identify_machine(device, dtype)
         self._keeper = BenchKeeper(settings, source, machine, f"{identity.routing} routing", options)
         shared = {**self._keeper.identity(str(device), None), **identity.fields()}

@@ -165,6 +165,7 @@ class SyntheticGrid:
             }
             for repeated in take_turns(turns, self._plan.repetitions):
                 yield self._record(walk, repeated, None)
+        routing.detach()
         del model, resident, routing, turns
         release_memory(self._device)
 

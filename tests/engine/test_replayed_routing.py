@@ -28,7 +28,7 @@ from tests.engine.tiny_shapes import TINY
 
 CPU = torch.device("cpu")
 SHAPE = (3, 6, 2)
-HIDDEN = 24
+HIDDEN, TINY_HIDDEN = 24, 64
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,11 @@ def learned_trace() -> RoutingTrace:
         requests.append(replace(request, probabilities=probabilities.astype(np.float16), embeddings=embeddings))
     manifest = TraceManifest("learned", *SHAPE, "full", HIDDEN, None, "drawn")
     return RoutingTrace(manifest, tuple(requests))
+
+
+def fitting_trace() -> RoutingTrace:
+    """The same for the tiny shapes."""
+    return shape_trace(learned_trace(), SHAPE[0], SHAPE, TINY_HIDDEN, 7, "t.parquet")
 
 
 def answer(model: Engine | ResidentModel, routing: ReplayedRouting, request: TracedRequest) -> list[Step]:
@@ -75,7 +80,7 @@ def record_replay(source: ModelSource, trace: RoutingTrace, order: list[int], ta
 
 @pytest.mark.parametrize("family", TINY)
 def test_what_is_recorded_of_a_replay_is_the_trace(family: str, tmp_path: Path) -> None:
-    trace = learned_trace()
+    trace = fitting_trace()
     recorded = record_replay(synthetic_source(family), trace, [2, 0], tmp_path / "t.parquet")
     for expected, found in zip((trace.requests[2], trace.requests[0]), recorded.requests, strict=True):
         assert found.phases == expected.phases
@@ -86,12 +91,12 @@ def test_what_is_recorded_of_a_replay_is_the_trace(family: str, tmp_path: Path) 
         assert found.probabilities is not None and expected.probabilities is not None
         np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=2e-3)
         assert found.embeddings is not None and expected.embeddings is not None
-        np.testing.assert_allclose(found.embeddings[:, :HIDDEN], expected.embeddings, atol=1e-5)
+        np.testing.assert_allclose(found.embeddings[:, :HIDDEN], expected.embeddings[:, :HIDDEN], atol=1e-5)
         assert not found.embeddings[:, HIDDEN:].any()
 
 
 def test_transformers_itself_is_routed_alike() -> None:
-    trace = learned_trace()
+    trace = fitting_trace()
     source = synthetic_source("qwen2_moe")
     model = build_whole(source.config, CPU, torch.float32)
     layers = find_moe_layers(model)
@@ -117,7 +122,7 @@ def test_the_devices_steps_follow_the_trace_too(monkeypatch: pytest.MonkeyPatch)
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(device_decoder, "ExpertProducts", EagerExperts)
-    trace = learned_trace()
+    trace = fitting_trace()
     source = synthetic_source("qwen2_moe")
     loaded = synthesize(source, CPU, torch.float32)
     routing = ReplayedRouting(loaded.model, loaded.layers, trace.requests, CPU)
@@ -139,7 +144,7 @@ def test_the_devices_steps_follow_the_trace_too(monkeypatch: pytest.MonkeyPatch)
                 steps = answer(engine, routing, trace.requests[number])
                 assert len(steps) == len(trace.requests[number])
             engine.drain()
-    expected = [record for number in (1, 2) for record in map_records(trace.requests[number], SHAPE[1], HIDDEN)]
+    expected = [record for number in (1, 2) for record in map_records(trace.requests[number], SHAPE[1])]
     assert len(maps) == len(expected)
     for row, record in enumerate(expected):
         np.testing.assert_allclose(maps.probabilities(row), record.probabilities, atol=2e-3)
@@ -149,6 +154,9 @@ def test_a_trace_is_cut_to_the_first_layers_and_to_answers_of_a_length() -> None
     trace = learned_trace()
     cut = shape_trace(trace, 2, SHAPE, HIDDEN, 4, "t.parquet")
     assert (cut.manifest.layers, cut.manifest.hidden_size) == (2, HIDDEN)
+    wide = shape_trace(trace, 2, SHAPE, HIDDEN + 3, 4, "t.parquet").requests[0].embeddings
+    assert wide is not None and trace.requests[0].embeddings is not None
+    np.testing.assert_array_equal(wide, np.pad(trace.requests[0].embeddings[:4], ((0, 0), (0, 3))))
     for whole, part in zip(trace.requests, cut.requests, strict=True):
         assert part.keys(6) == [layers[:2] for layers in whole.keys(6)[:4]]
         assert part.probabilities is not None and part.probabilities.shape == (4, 2, 6)
@@ -172,7 +180,7 @@ def test_a_trace_of_another_shape_or_without_steps_is_refused() -> None:
 def test_counts_that_are_not_of_k_experts_a_token_are_refused() -> None:
     source = synthetic_source("mixtral")
     loaded = synthesize(source, CPU, torch.float32)
-    (request, *_) = learned_trace().requests
+    (request, *_) = fitting_trace().requests
     wrong = replace(request, counts=np.ones_like(request.counts))
     with pytest.raises(TraceError, match="request 0 routes 5 tokens to"):
         ReplayedRouting(loaded.model, loaded.layers, [wrong], CPU)
@@ -191,5 +199,6 @@ def test_bundled_routing_is_of_the_real_shape(name: str) -> None:
     shaped = shape_trace(trace, 1, whole, source.fingerprint.hidden_size, 48, "bundled")
     assert len(shaped.requests) >= 8
     assert all(request.phases[0] == "prefill" and len(request) == 48 for request in shaped.requests)
-    assert shaped.manifest.hidden_size == 64
+    assert shaped.manifest.hidden_size == source.fingerprint.hidden_size
+    assert trace.manifest.hidden_size == 64
     assert "/" not in trace.manifest.model

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from engine.synthetic import SHAPES
 from engine.synthetic_routing import draw_trace
 from engine.trace_files import TracedIteration, TraceWriter
 from engine.traces import TracedRequest
+from finemoe_cli import bench_synthetic_grid
 from tests.engine.tiny_shapes import TINY
 from tests.finemoe_cli.conftest import Outcome, run_here
 
 QUICK = ("-n", "4", "-r", "1", "--test-prompts", "2", "--cache", "50%", "--device", "cpu")
-POLICIES = ["resident-eager", "resident", "resident-batched", "all-resident", "lru", "finemoe", "oracle", "perfect"]
+POLICIES = [
+    *("resident-eager", "resident", "resident-batched", "all-resident"),
+    *("lru", "finemoe", "adaptive", "oracle", "perfect"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +69,16 @@ def as_row(request: TracedRequest, iteration: int, rng: np.random.Generator) -> 
 
 @pytest.fixture(scope="module")
 def benched(trace: Path) -> tuple[Path, Outcome]:
-    arguments = ("--synthetic", "qwen2_moe", "--routing", str(trace), "--policies", "finemoe", "--states", "warm")
+    arguments = (
+        "--synthetic",
+        "qwen2_moe",
+        "--routing",
+        str(trace),
+        "--policies",
+        "finemoe,adaptive",
+        "--states",
+        "warm",
+    )
     return trace.parent, run_here(trace.parent, "bench", *arguments, *QUICK, "-o", "json")
 
 
@@ -169,6 +183,24 @@ def test_what_does_not_fit_is_left_out_or_refused_in_a_line(trace: Path, monkeyp
         FinemoeError, match=r"KiB of experts do not fit the host, which has 1000 bytes free; give fewer"
     ):
         run_here(trace.parent, "bench", *arguments)
+
+
+def test_the_resident_model_is_gone_before_the_other_is_made(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, make = bench_synthetic_grid.build_whole, bench_synthetic_grid.synthesize
+    built: list[weakref.ref[Any]] = []
+
+    def remember(*arguments: Any) -> Any:
+        model = build(*arguments)
+        built.append(weakref.ref(model))
+        return model
+
+    def look(*arguments: Any) -> Any:
+        assert [model() for model in built] == [None]
+        return make(*arguments)
+
+    monkeypatch.setattr(bench_synthetic_grid, "build_whole", remember)
+    monkeypatch.setattr(bench_synthetic_grid, "synthesize", look)
+    run_here(trace.parent, "bench", "--synthetic", "mixtral", "--routing", str(trace), "--policies", "lru", *QUICK)
 
 
 def test_ctrl_c_keeps_the_rows_that_are_done(trace: Path) -> None:
