@@ -14,8 +14,8 @@ from engine.links import open_link
 from engine.slots import DeviceSlots
 from engine.source import ModelSource, resolve_model
 from engine.steps import GenerationSettings
+from engine.streaming_transfers import StreamingTransfers
 from engine.transfer_queue import Prefetch
-from engine.transfers import TransferEngine
 from store.index import ResidentIndex
 from tests.engine.poison import poison_free_slots
 from tests.engine.reference import SHARED, assert_identical, engine_answer, load_reference, reference_answer
@@ -52,7 +52,8 @@ def test_logits_and_ids_equal_eager_on_the_device(name: str, dtype: str) -> None
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("slots", [2, 5, L * J])
-def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: int, pinned: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, 64], ids=["decided", "streamed"])
+def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: int, pinned: bool, tokens: int) -> None:
     """Large experts filled with their own number, short kernels, every transfer racing the computation."""
     device = torch.device("cuda")
     size = 6 * 2**20
@@ -68,16 +69,19 @@ def test_no_kernel_reads_a_slot_before_its_bytes_or_after_its_eviction(slots: in
     for slot in range(slots):
         memory.bytes_of(slot, 0, size).fill_(255)
     rule = ProbabilityFrequency(L * J) if slots > 2 else LeastRecentlyUsed(L * J)
-    transfers = TransferEngine(host, memory, ExpertCache(L * J, slots, rule), open_link(host, memory, device))
+    cache = ExpertCache(L * J, slots, rule)
+    transfers = StreamingTransfers(host, memory, cache, open_link(host, memory, device), top_k=2)
     transfers.start()
     random = torch.Generator().manual_seed(slots)
     results, expected = [], []
     for position in range(400):
         layer = position % L
+        if layer == 0:
+            transfers.begin(tokens)
         experts = sorted(set(torch.randint(0, J, (3,), generator=random).tolist()))
         ahead = torch.randint(0, J, (4,), generator=random).tolist()
         transfers.offer([Prefetch(((layer + 1) % L) * J + e, position + 1, 0.5) for e in ahead])
-        transfers.arrive(position, tokens=1)
+        transfers.arrive(position, tokens)
         for expert, tensors in transfers.serve(layer, experts, dict.fromkeys(experts, 1)):
             view = tensors["up_proj"]
             results.append(torch.stack([view.min(), view.max(), view[-1]]))
